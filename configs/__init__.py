@@ -1,0 +1,1 @@
+"""Ready-made configurations, installed as package data; `ecorec train --config NAME` finds them by name."""

@@ -1,0 +1,44 @@
+"""Embedding tables too large for memory, as tensor-train (TT) cores inside TorchRec.
+
+The public names load on first use (PEP 562), so that importing a kernel never imports TorchRec.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+_PUBLIC_NAMES = {
+    "EcoRecConstraints": "planner",
+    "EcoRecPlanner": "planner",
+    "TTEmbeddingBagCollection": "modules",
+    "TTEmbeddingBagCollectionSharder": "sharding",
+    "TTEmbeddingBagConfig": "modules",
+    "TTParameterSharding": "plan",
+    "TTSpec": "tt",
+    "from_dense": "tt",
+    "get_ecorec_sharders": "sharding",
+    "load_plan": "plan",
+    "save_plan": "plan",
+    "to_dense": "tt",
+    "tt_data_parallel": "plan",
+    "tt_table_wise": "plan",
+}
+
+__all__ = sorted(_PUBLIC_NAMES)  # noqa: PLE0605
+
+try:
+    __version__ = version("ecorec-torchrec")
+except PackageNotFoundError:
+    __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_PUBLIC_NAMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC_NAMES])

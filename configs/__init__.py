@@ -1,1 +1,1 @@
-"""Ready-made configurations, installed as package data; `ecorec train --config NAME` finds them by name."""
+"""Ready-made configurations; `ecorec train --config NAME` finds them by name."""

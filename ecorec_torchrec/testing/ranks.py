@@ -1,4 +1,4 @@
-"""A pool of gloo ranks that outlives the tests: importing TorchRec in every spawned process is what costs."""
+"""A pool of gloo ranks that outlives the tests: importing TorchRec in every spawn is what costs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,120 @@
+"""Plan entries: how one table-wise or data-parallel TT table is written in a TorchRec plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.sharding_plan import (
+    ParameterShardingGenerator,
+    data_parallel,
+    table_wise,
+)
+from torchrec.distributed.types import ModuleSharder, ParameterSharding
+
+from ecorec_torchrec.tt import TTSpec
+
+TT_COMPUTE_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+
+
+@dataclass
+class TTParameterSharding(ParameterSharding):
+    """Plan entry of a TT table: a `ParameterSharding` that carries the shape of the cores.
+
+    Args:
+        tt: shape of the table; None leaves it to the table's config (`TTEmbeddingBagConfig.tt` or
+            the `tt=` argument of `TTEmbeddingBagCollection`).
+
+    Example::
+
+        spec = TTSpec(1_000_000, (100, 100, 100), (4, 4, 4), (16, 16))
+        entry = TTParameterSharding(
+            "data_parallel", TT_COMPUTE_KERNEL, ranks=[0, 1], tt=spec
+        )
+        ShardingPlan({"ebc": EmbeddingModuleShardingPlan({"users": entry})})
+    """
+
+    tt: TTSpec | None = None
+
+    def get_additional_fused_params(self) -> dict[str, Any]:
+        """What TorchRec hands on to the compute kernel beside the sharder's `fused_params`."""
+        return {} if self.tt is None else {"tt": self.tt}
+
+
+def tt_table_wise(
+    rank: int, *, tt: TTSpec | None = None, device: str | None = None
+) -> ParameterShardingGenerator:
+    """A TT table whose cores live on one rank, for `construct_module_sharding_plan`.
+
+    The TT counterpart of `torchrec.distributed.sharding_plan.table_wise`.
+
+    Args:
+        rank: the owner.
+        tt: shape of the table; None leaves it to the table's config.
+        device: device type of the placement, as for `table_wise`.
+
+    Raises:
+        ValueError: (by the generator) `rank` is outside the world, or `tt` has another number of
+            rows or columns than the table.
+
+    Example::
+
+        plan = construct_module_sharding_plan(
+            ebc, {"users": tt_table_wise(1, tt=spec), "genders": data_parallel()}
+        )
+    """
+    stock = table_wise(rank, device=device, compute_kernel=TT_COMPUTE_KERNEL)
+
+    def generator(
+        param: nn.Parameter,
+        local_size: int,
+        world_size: int,
+        device_type: str,
+        sharder: ModuleSharder[nn.Module],
+    ) -> ParameterSharding:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"tt_table_wise: rank={rank} is not within 0..{world_size - 1}")
+        return _as_tt(param, stock(param, local_size, world_size, device_type, sharder), tt)
+
+    return generator
+
+
+def tt_data_parallel(*, tt: TTSpec | None = None) -> ParameterShardingGenerator:
+    """A TT table whose cores are replicated on every rank, for `construct_module_sharding_plan`.
+
+    The TT counterpart of `torchrec.distributed.sharding_plan.data_parallel`; the gradients of the
+    cores are averaged over ranks by `DistributedDataParallel`.
+
+    Args:
+        tt: shape of the table; None leaves it to the table's config.
+
+    Raises:
+        ValueError: (by the generator) `tt` has another number of rows or columns than the table.
+
+    Example::
+
+        plan = construct_module_sharding_plan(ebc, {"users": tt_data_parallel(tt=spec)})
+    """
+    stock = data_parallel()
+
+    def generator(
+        param: nn.Parameter,
+        local_size: int,
+        world_size: int,
+        device_type: str,
+        sharder: ModuleSharder[nn.Module],
+    ) -> ParameterSharding:
+        return _as_tt(param, stock(param, local_size, world_size, device_type, sharder), tt)
+
+    return generator
+
+
+def _as_tt(param: nn.Parameter, entry: ParameterSharding, tt: TTSpec | None) -> TTParameterSharding:
+    if tt is not None and tuple(param.shape) != (tt.num_embeddings, tt.embedding_dim):
+        raise ValueError(
+            f"the TT shape is of {tt.num_embeddings} rows x {tt.embedding_dim} columns, "
+            f"the table is of {param.shape[0]} x {param.shape[1]}"
+        )
+    return TTParameterSharding(**(vars(entry) | {"compute_kernel": TT_COMPUTE_KERNEL, "tt": tt}))

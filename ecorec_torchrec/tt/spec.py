@@ -7,13 +7,19 @@ Legend: N `num_embeddings`, D `embedding_dim`, p row factors (prod(p) >= N), q c
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
-# Row factors are searched this far around N^(1/K): enough for paddings far below 1 %.
+# How far below the K-th root each of the last factors is tried: enough for paddings below 0.1 %.
 _SEARCH_WIDTH = 64
+# What a stretched shape costs against padding: (log(largest / smallest factor))^2 times this much.
+_STRETCH_WEIGHT = 0.02
 _RANK_ALIGNMENT = 8
+_MAX_ROW_ID = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class TTSpec:
         ranks: the K - 1 inner ranks (r_1, .., r_{K-1}), without the ones at both ends.
 
     Raises:
+        TypeError: a number is not an integer (NumPy integers are welcome, booleans are not).
         ValueError: a length, a sign or a product does not fit; the message holds the numbers.
 
     Example::
@@ -45,8 +52,9 @@ class TTSpec:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "num_embeddings", _as_int("num_embeddings", self.num_embeddings))
         for name in ("row_factors", "col_factors", "ranks"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            object.__setattr__(self, name, _as_ints(name, getattr(self, name)))
         num_cores = len(self.row_factors)
         if num_cores < 2:
             raise ValueError(f"a TT table has at least 2 cores, got row_factors={self.row_factors}")
@@ -61,12 +69,17 @@ class TTSpec:
                 f"ends), got ranks={self.ranks}"
             )
         for name in ("row_factors", "col_factors", "ranks"):
-            if any(not isinstance(x, int) or x < 1 for x in getattr(self, name)):
-                raise ValueError(f"{name} must be positive integers, got {getattr(self, name)}")
+            if min(getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if not 1 <= self.num_embeddings <= self.num_padded_rows:
             raise ValueError(
                 f"num_embeddings={self.num_embeddings} must lie in 1..{self.num_padded_rows}, "
                 f"the product of row_factors={self.row_factors}"
+            )
+        if self.num_padded_rows > _MAX_ROW_ID:
+            raise ValueError(
+                f"row_factors={self.row_factors} address {self.num_padded_rows} rows, more than "
+                f"an int64 id can name ({_MAX_ROW_ID})"
             )
 
     @property
@@ -106,14 +119,145 @@ class TTSpec:
         num_cores: int = 3,
         dtype: torch.dtype = torch.float32,
     ) -> TTSpec:
-        """A near-cubic shape for a table of N rows and D columns.
+        """A near-cubic shape for a table of N rows and D columns, in milliseconds for any N.
 
-        Give `rank`, or `max_bytes` for the largest rank whose cores fit (rounded down to a
-        multiple of 8 from 8 on, which the kernels need for full vectors). Ranks are cut to what
-        the shape can use: r_k <= min(prod_{j<=k} p_j q_j, prod_{j>k} p_j q_j).
+        Row factors are close to N^(1/K) with little padding, column factors multiply to D exactly
+        and are as equal as D allows; both ascend. Give `rank`, or `max_bytes` for the largest rank
+        whose cores fit (rounded down to a multiple of 8 from 8 on, which the kernels need for full
+        vectors). Ranks are cut to what the shape can use:
+        r_k <= min(prod_{j<=k} p_j q_j, prod_{j>k} p_j q_j).
+
+        Args:
+            num_embeddings: N >= 1.
+            embedding_dim: D >= 1.
+            rank: the same wish for all inner ranks.
+            max_bytes: budget for all cores together, stored in `dtype`.
+            num_cores: K >= 2. The fast kernels are written for 3.
+            dtype: storage type that `max_bytes` is counted in.
 
         Raises:
+            TypeError: a number is not an integer.
             ValueError: not exactly one of `rank` and `max_bytes`; a number below 1; or
                 `max_bytes` below the size at rank 1.
+
+        Example::
+
+            TTSpec.suggest(1_000_000, 64, rank=16)
+            # TTSpec(1000000, (100, 100, 100), (4, 4, 4), (16, 16))
+            TTSpec.suggest(1_000_000, 64, max_bytes=1 << 20).ranks   # (24, 24), 998_400 bytes
         """
-        raise NotImplementedError
+        num_embeddings = _as_count("num_embeddings", num_embeddings)
+        embedding_dim = _as_count("embedding_dim", embedding_dim)
+        num_cores = _as_int("num_cores", num_cores)
+        if num_cores < 2:
+            raise ValueError(f"num_cores={num_cores}: a TT table has at least 2 cores")
+        if (rank is None) == (max_bytes is None):
+            raise ValueError(
+                f"give exactly one of rank and max_bytes, got rank={rank}, max_bytes={max_bytes}"
+            )
+        p = _near_equal_factors_covering(num_embeddings, num_cores)
+        q = _near_equal_factors_of(embedding_dim, num_cores)
+        limits = _useful_ranks(p, q)
+
+        def with_rank(rank: int) -> TTSpec:
+            return cls(num_embeddings, p, q, tuple(min(rank, limit) for limit in limits))
+
+        if rank is not None:
+            return with_rank(_as_count("rank", rank))
+        max_bytes = _as_count("max_bytes", max_bytes)
+        smallest = with_rank(1).nbytes(dtype)
+        if max_bytes < smallest:
+            raise ValueError(
+                f"max_bytes={max_bytes} is below the {smallest} bytes that "
+                f"num_embeddings={num_embeddings}, embedding_dim={embedding_dim} need at rank 1"
+            )
+        fits, too_big = 1, max(limits) + 1
+        while too_big - fits > 1:
+            middle = (fits + too_big) // 2
+            if with_rank(middle).nbytes(dtype) <= max_bytes:
+                fits = middle
+            else:
+                too_big = middle
+        return with_rank(fits if fits < _RANK_ALIGNMENT else fits - fits % _RANK_ALIGNMENT)
+
+
+def _as_int(name: str, value: object) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value}")
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+
+
+def _as_count(name: str, value: object) -> int:
+    count = _as_int(name, value)
+    if count < 1:
+        raise ValueError(f"{name}={count} must be at least 1")
+    return count
+
+
+def _as_ints(name: str, values: object) -> tuple[int, ...]:
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a sequence of integers, got {values!r}")
+    return tuple(_as_int(name, value) for value in values)
+
+
+def _useful_ranks(p: tuple[int, ...], q: tuple[int, ...]) -> list[int]:
+    """The full TT rank at every cut: more cannot be used by any table of this shape."""
+    sizes = [p_k * q_k for p_k, q_k in zip(p, q, strict=True)]
+    return [min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes))]
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _ceil_root(n: int, k: int) -> int:
+    """The smallest integer whose k-th power is at least n."""
+    root = max(1, round(n ** (1 / k)))
+    while root**k < n:
+        root += 1
+    while root > 1 and (root - 1) ** k >= n:
+        root -= 1
+    return root
+
+
+def _near_equal_factors_covering(n: int, count: int) -> tuple[int, ...]:
+    """`count` ascending factors with a product of at least n: little padding, little stretch."""
+
+    def cost(factors: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        padding = math.log(math.prod(factors) / n)
+        stretch = math.log(max(factors) / min(factors))
+        return padding + _STRETCH_WEIGHT * stretch**2, factors
+
+    # Two free factors already give paddings below 0.1 % for large n, so with more than three
+    # cores only the last three are searched.
+    head: list[int] = []
+    rest = n
+    while count - len(head) > 3:
+        head.append(max(1, round(rest ** (1 / (count - len(head))))))
+        rest = _ceil_div(rest, head[-1])
+    tails = _factor_candidates(rest, count - len(head))
+    return min((tuple(sorted((*head, *tail))) for tail in tails), key=cost)
+
+
+def _factor_candidates(n: int, count: int) -> Iterator[tuple[int, ...]]:
+    if count == 1:
+        yield (n,)
+        return
+    root = _ceil_root(n, count)
+    for factor in range(max(1, root - _SEARCH_WIDTH), root + 1):
+        for others in _factor_candidates(_ceil_div(n, factor), count - 1):
+            yield (factor, *others)
+
+
+@cache
+def _near_equal_factors_of(n: int, count: int) -> tuple[int, ...]:
+    """The `count` ascending factors with product n that have the smallest sum."""
+    if count == 1:
+        return (n,)
+    root = _ceil_root(n, count)  # the smallest factor is not above it
+    divisors = (d for d in range(1, root + 1) if n % d == 0)
+    shapes = ((d, *_near_equal_factors_of(n // d, count - 1)) for d in divisors)
+    return min((tuple(sorted(shape)) for shape in shapes), key=lambda shape: (sum(shape), shape))

@@ -19,7 +19,7 @@ class IndexPlan(NamedTuple):
     """
 
     order_L: Tensor
-    """Sorted position -> occurrence (its index in the caller's ids). Equal rows keep their order."""
+    """Sorted position -> occurrence (index in the caller's ids); equal rows keep their order."""
     bag_L: Tensor
     """Sorted position -> bag (feature-major, 0..F*B-1), hence ascending within a unique row."""
     row_starts: Tensor

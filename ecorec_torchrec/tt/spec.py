@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -107,6 +107,17 @@ class TTSpec:
     def nbytes(self, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of all cores stored in `dtype`."""
         return self.num_parameters * dtype.itemsize
+
+    def check_cores(self, cores: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError, with both shapes, unless `cores` are K tensors of `core_shapes`."""
+        shapes = tuple(tuple(core.shape) for core in cores)
+        if shapes != self.core_shapes:
+            raise ValueError(f"cores have shapes {shapes}, the spec needs {self.core_shapes}")
+        if len({(core.dtype, core.device) for core in cores}) > 1:
+            raise ValueError(
+                "cores must share one dtype and device, got "
+                f"{[(core.dtype, str(core.device)) for core in cores]}"
+            )
 
     @classmethod
     def suggest(

@@ -1,5 +1,18 @@
-"""Plan entries that carry a TT shape: they extend TorchRec's `ParameterSharding`."""
+"""Plan entries that carry a TT shape, and plan files.
+
+The entries extend TorchRec's `ParameterSharding`; the files hold a whole `ShardingPlan`, for which
+TorchRec has no format.
+"""
 
 from .entries import TT_COMPUTE_KERNEL, TTParameterSharding, tt_data_parallel, tt_table_wise
+from .files import RecordedPlan, load_plan, save_plan
 
-__all__ = ["TT_COMPUTE_KERNEL", "TTParameterSharding", "tt_data_parallel", "tt_table_wise"]
+__all__ = [
+    "TT_COMPUTE_KERNEL",
+    "RecordedPlan",
+    "TTParameterSharding",
+    "load_plan",
+    "save_plan",
+    "tt_data_parallel",
+    "tt_table_wise",
+]

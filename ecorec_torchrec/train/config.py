@@ -1,0 +1,363 @@
+"""What a run is: one nested dataclass, filled from YAML and overridden by flags.
+
+The docstring under a field is its help text on the command line and its documentation.
+Nothing heavy is imported here, so that `ecorec train --help` is quick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw"]
+
+
+def _require(condition: bool, option: str, value: object, rule: str) -> None:
+    if not condition:
+        raise ValueError(f"{option}={value!r} {rule}")
+
+
+@dataclass(kw_only=True, slots=True)
+class CriteoConfig:
+    """Files of the Criteo Kaggle or Terabyte click logs (used with `data.name: criteo`)."""
+
+    train_files: tuple[str, ...] = ()
+    """Files or glob patterns, relative to `data.path`; empty: every file below `data.path`."""
+
+    val_files: tuple[str, ...] = ()
+    """Validation files. Without them, `data.val_fraction` of the rows of `train_files`."""
+
+    test_files: tuple[str, ...] = ()
+    """Test files. Without them, `data.test_fraction` of the rows of `train_files`."""
+
+    num_embeddings: int = 1_000_000
+    """Rows of each of the 26 tables that `data.num_embeddings` does not name."""
+
+    shuffle_buffer_rows: int = 65_536
+    """Rows held in memory to shuffle the training stream; 1 keeps the order of the files."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.num_embeddings >= 1,
+            "data.criteo.num_embeddings",
+            self.num_embeddings,
+            "must be >= 1",
+        )
+        _require(
+            self.shuffle_buffer_rows >= 1,
+            "data.criteo.shuffle_buffer_rows",
+            self.shuffle_buffer_rows,
+            "must be >= 1",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class SyntheticConfig:
+    """Rows drawn from a planted model (used with `data.name: synthetic`)."""
+
+    num_rows: int = 20_000
+    """Rows of all three splits together."""
+
+    num_sparse_features: int = 4
+    """Sparse features, one table each, called `sparse_0`, `sparse_1`, ..."""
+
+    num_dense_features: int = 4
+    """Dense features; the first one carries signal."""
+
+    num_embeddings: int = 10_000
+    """Rows of each table that `data.num_embeddings` does not name."""
+
+    max_bag_size: int = 4
+    """Ids in a bag: 0 to this many, evenly."""
+
+    zipf_exponent: float = 1.05
+    """Popularity of ids: the k-th most popular id has weight k^-exponent."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_rows", "num_sparse_features", "num_dense_features", "num_embeddings"):
+            value = getattr(self, name)
+            _require(value >= 1, f"data.synthetic.{name}", value, "must be >= 1")
+        _require(
+            self.max_bag_size >= 1, "data.synthetic.max_bag_size", self.max_bag_size, "must be >= 1"
+        )
+        _require(
+            self.zipf_exponent >= 0,
+            "data.synthetic.zipf_exponent",
+            self.zipf_exponent,
+            "must be >= 0",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Which rows to train on, and how they are split."""
+
+    name: Literal["movielens-100k", "criteo", "synthetic"] = "synthetic"
+    """The data set."""
+
+    path: Annotated[str | None, tyro.conf.arg(aliases=["--data"])] = None
+    """Folder (or file) of your own copy. MovieLens-100K is found without it where the `recbole`
+    distribution, which ships the files, is installed."""
+
+    num_embeddings: dict[str, int] = field(default_factory=dict)
+    """Rows of single tables by feature name; raw ids are hashed into them."""
+
+    val_fraction: float = 0.1
+    """Share of the rows held out to choose the epoch."""
+
+    test_fraction: float = 0.1
+    """Share of the rows held out for the reported figure."""
+
+    criteo: CriteoConfig = field(default_factory=CriteoConfig)
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+
+    def __post_init__(self) -> None:
+        for table, rows in self.num_embeddings.items():
+            _require(rows >= 1, f"data.num_embeddings.{table}", rows, "must be >= 1")
+        for name in ("val_fraction", "test_fraction"):
+            value = getattr(self, name)
+            _require(0 < value < 1, f"data.{name}", value, "must lie between 0 and 1")
+        held_out = self.val_fraction + self.test_fraction
+        _require(held_out < 1, "data.val_fraction + data.test_fraction", held_out, "must be < 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """The dense part of DLRM, and the width of all tables."""
+
+    embedding_dim: int = 64
+    """D, the same for every table (DLRM takes dot products between them)."""
+
+    dense_arch: tuple[int, ...] = (64,)
+    """Hidden layers of the MLP over the dense features; a layer of `embedding_dim` is added."""
+
+    over_arch: tuple[int, ...] = (128, 64)
+    """Hidden layers of the MLP over the interactions; the layer with the logit is added."""
+
+    dropout: float = 0.0
+    """Dropout behind every layer of both MLPs but the logit."""
+
+    pooling: Literal["mean", "sum"] = "mean"
+    """How the rows of a bag become one vector."""
+
+    def __post_init__(self) -> None:
+        _require(self.embedding_dim >= 1, "model.embedding_dim", self.embedding_dim, "must be >= 1")
+        for name in ("dense_arch", "over_arch"):
+            sizes = getattr(self, name)
+            _require(all(size >= 1 for size in sizes), f"model.{name}", sizes, "must be positive")
+        _require(bool(self.over_arch), "model.over_arch", self.over_arch, "needs a layer")
+        _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must lie in [0, 1)")
+
+
+@dataclass(kw_only=True, slots=True)
+class TTShapeConfig:
+    """The shape of one tensor-train table, written out."""
+
+    row_factors: tuple[int, ...]
+    """p: their product is at least the rows of the table."""
+
+    col_factors: tuple[int, ...]
+    """q: their product is `model.embedding_dim`."""
+
+    ranks: tuple[int, ...]
+    """The inner ranks, one fewer than the factors."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TTConfig:
+    """Which tables are held as tensor-train cores, and how."""
+
+    tables: tuple[str, ...] = ()
+    """Feature names whose tables become TT tables; all others stay dense."""
+
+    choice: Literal["always", "auto"] = "always"
+    """always: the tables above are TT. auto: the planner makes them TT only where the dense
+    table does not fit under the memory caps of `plan`."""
+
+    rank: int = 16
+    """Rank of every TT table without a shape of its own."""
+
+    num_cores: int = 3
+    """Cores of every TT table without a shape of its own."""
+
+    shapes: dict[str, TTShapeConfig] = field(default_factory=dict)
+    """Shapes of single tables, in place of `rank` and `num_cores`."""
+
+    entry_std: float | None = None
+    """Standard deviation of the entries of the table that the initial cores stand for; without
+    it max(1 / sqrt(3 N), 0.01)."""
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 1, "tt.rank", self.rank, "must be >= 1")
+        _require(self.num_cores >= 2, "tt.num_cores", self.num_cores, "must be >= 2")
+        if self.entry_std is not None:
+            _require(self.entry_std > 0, "tt.entry_std", self.entry_std, "must be > 0")
+        for table in self.shapes:
+            _require(table in self.tables, f"tt.shapes.{table}", table, "is not in tt.tables")
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """One optimizer."""
+
+    name: OptimizerName = "adam"
+    """sgd, adagrad, rowwise_adagrad, adam or adamw."""
+
+    learning_rate: float = 1e-3
+    """Step size; 0 freezes the parameters."""
+
+    eps: float = 1e-8
+    """Term in the denominator (not used by sgd)."""
+
+    weight_decay: float = 0.0
+    """L2 penalty; decoupled for adamw."""
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "weight_decay"):
+            value = getattr(self, name)
+            _require(value >= 0, f"{name} of {self.name}", value, "must be >= 0")
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig:
+    """Who updates what. Tables are updated in the backward pass, by the rank that holds them."""
+
+    tt: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=4e-3))
+    """The cores of TT tables."""
+
+    embedding: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(name="rowwise_adagrad", learning_rate=0.05)
+    )
+    """Dense tables."""
+
+    dense: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The MLPs."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PlanConfig:
+    """Where tables live."""
+
+    file: str | None = None
+    """A plan file to use as it is; without it EcoRecPlanner makes the plan."""
+
+    hbm_cap_gib: float | None = None
+    """Memory of one GPU for the planner; without it what the device has."""
+
+    ddr_cap_gib: float | None = None
+    """Host memory of one rank for the planner; without it TorchRec's default."""
+
+    def __post_init__(self) -> None:
+        for name in ("hbm_cap_gib", "ddr_cap_gib"):
+            value = getattr(self, name)
+            if value is not None:
+                _require(value > 0, f"plan.{name}", value, "must be > 0")
+
+
+@dataclass(kw_only=True, slots=True)
+class LoopConfig:
+    """The training loop."""
+
+    epochs: int = 1
+    """Passes over the training rows. Validation chooses the best; its test figure is reported."""
+
+    batch_size: int = 1024
+    """Rows of a global batch, shared out evenly over the ranks."""
+
+    max_steps: int | None = None
+    """Stop after this many steps."""
+
+    log_every_steps: int = 20
+    """Steps between two lines of `metrics.csv` (and TensorBoard)."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where a GPU is found."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "log_every_steps"):
+            value = getattr(self, name)
+            _require(value >= 1, f"train.{name}", value, "must be >= 1")
+        if self.max_steps is not None:
+            _require(self.max_steps >= 1, "train.max_steps", self.max_steps, "must be >= 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """Checkpoints below `<run folder>/checkpoints`, written by torch.distributed.checkpoint."""
+
+    every_steps: int | None = None
+    """Also save inside an epoch, after every so many steps; an epoch's end always saves."""
+
+    keep: int = 1
+    """Newest checkpoints kept; 0 writes none."""
+
+    def __post_init__(self) -> None:
+        _require(self.keep >= 0, "checkpoint.keep", self.keep, "must be >= 0")
+        if self.every_steps is not None:
+            _require(
+                self.every_steps >= 1, "checkpoint.every_steps", self.every_steps, "must be >= 1"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class OutputConfig:
+    """What a run leaves behind."""
+
+    folder: str = "runs"
+    """Parent of the run folders."""
+
+    plots: bool = True
+    """Draw `metrics.png` (and `comparison.png`); needs matplotlib."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard events below `<run folder>/tensorboard`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    """Train a DLRM whose large tables are tensor-train cores.
+
+    `--config FILE` or `--config NAME` (a configuration that ships with the package) comes first;
+    other flags override it.
+    """
+
+    name: str = "run"
+    """The run folder below `output.folder`. A finished run of that name is moved aside."""
+
+    seed: int = 0
+    """Splits, shuffling, initial weights and dropout follow from it."""
+
+    nproc: int = 1
+    """Processes on this machine (gloo on CPU, one GPU each with nccl). Under torchrun, torchrun's
+    own number counts."""
+
+    compare_dense: bool = False
+    """Also train the dense twin (stock TorchRec) and a hashing twin (dense tables of the bytes of
+    the TT tables) on the same batches, and write the figures side by side."""
+
+    resume: bool = False
+    """Go on from the newest checkpoint of the run folder."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tt: TTConfig = field(default_factory=TTConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def __post_init__(self) -> None:
+        _require(self.nproc >= 1, "nproc", self.nproc, "must be >= 1")
+        _require(self.seed >= 0, "seed", self.seed, "must be >= 0")
+        path_parts = self.name.replace("\\", "/").split("/")
+        _require(
+            len(path_parts) == 1 and self.name not in ("", ".", ".."),
+            "name",
+            self.name,
+            "must be the name of one folder",
+        )
+        if self.compare_dense and not self.tt.tables:
+            raise ValueError("compare_dense=True needs a TT table: tt.tables=() names none")

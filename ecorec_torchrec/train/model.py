@@ -1,0 +1,131 @@
+"""The DLRM that is trained, with tensor-train tables or as one of its two dense twins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mlp import MLP
+
+from ecorec_torchrec.modules import TTEmbeddingBagCollection
+from ecorec_torchrec.train.config import ModelConfig, OptimConfig, TrainConfig, TTConfig
+from ecorec_torchrec.train.data import RankBatch, Schema
+from ecorec_torchrec.train.optimizers import attach_table_optimizers
+from ecorec_torchrec.tt import TTSpec
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How the tables of `tt.tables` are held.
+
+    Attributes:
+        name: `tt`; `dense`, the dense twin; or `hash_equal_bytes`, the hashing twin.
+        folded_rows: rows of the tables that ids are folded into (id modulo rows), by feature.
+    """
+
+    name: str
+    folded_rows: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def uses_tt(self) -> bool:
+        return self.name == "tt"
+
+
+TT = Variant("tt")
+DENSE = Variant("dense")
+
+
+class RankingModel(DLRMTrain):
+    """TorchRec's `DLRMTrain` with a loss that is right for uneven shares of a global batch."""
+
+    def __init__(self, dlrm_module: DLRM) -> None:
+        super().__init__(dlrm_module)
+        self.loss_fn = nn.BCEWithLogitsLoss(reduction="sum")
+
+    def forward(self, batch: RankBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Returns the loss, and (loss, `(B,)` logits, `(B,)` labels) detached.
+
+        The average of the losses over the ranks is the mean over the global batch.
+        """
+        logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
+        loss = self.loss_fn(logits, batch.labels) * batch.loss_scale
+        return loss, (loss.detach(), logits.detach(), batch.labels)
+
+
+def tt_specs(config: TTConfig, schema: Schema, embedding_dim: int) -> dict[str, TTSpec]:
+    """The shape of every table that `tt.tables` names.
+
+    Raises:
+        ValueError: a table that the data set does not have, or a shape that does not fit it.
+    """
+    rows = {feature.name: feature.num_embeddings for feature in schema.sparse}
+    specs = {}
+    for table in config.tables:
+        if table not in rows:
+            raise ValueError(f"tt.tables: no table {table!r}; there are {', '.join(rows)}")
+        shape = config.shapes.get(table)
+        if shape is None:
+            specs[table] = TTSpec.suggest(
+                rows[table], embedding_dim, rank=config.rank, num_cores=config.num_cores
+            )
+            continue
+        specs[table] = TTSpec(rows[table], shape.row_factors, shape.col_factors, shape.ranks)
+        if specs[table].embedding_dim != embedding_dim:
+            raise ValueError(
+                f"tt.shapes.{table}.col_factors={shape.col_factors} multiply to "
+                f"{specs[table].embedding_dim}, not to model.embedding_dim={embedding_dim}"
+            )
+    return specs
+
+
+def build_model(config: TrainConfig, schema: Schema, variant: Variant) -> RankingModel:
+    """The unsharded model: tables on the meta device, MLPs on the CPU, optimizers attached.
+
+    Raises:
+        ValueError: see `tt_specs`.
+    """
+    tables = [
+        EmbeddingBagConfig(
+            name=feature.name,
+            embedding_dim=config.model.embedding_dim,
+            num_embeddings=variant.folded_rows.get(feature.name, feature.num_embeddings),
+            feature_names=[feature.name],
+            pooling=PoolingType[config.model.pooling.upper()],
+        )
+        for feature in schema.sparse
+    ]
+    specs = tt_specs(config.tt, schema, config.model.embedding_dim) if variant.uses_tt else {}
+    return RankingModel(_dlrm(_collection(tables, specs, config), config.model, len(schema.dense)))
+
+
+def _collection(
+    tables: list[EmbeddingBagConfig], specs: dict[str, TTSpec], config: TrainConfig
+) -> EmbeddingBagCollection:
+    meta = torch.device("meta")
+    if specs:
+        collection = TTEmbeddingBagCollection(tables, tt=specs, device=meta)
+    else:
+        collection = EmbeddingBagCollection(tables, device=meta)
+    attach_table_optimizers(collection, specs, config.optim)
+    return collection
+
+
+def _dlrm(collection: EmbeddingBagCollection, config: ModelConfig, num_dense: int) -> DLRM:
+    dense_sizes = [*config.dense_arch, config.embedding_dim]
+    over_sizes = [*config.over_arch, 1]
+    dlrm = DLRM(collection, num_dense, dense_sizes, over_sizes)
+    if config.dropout:
+        # TorchRec's MLP has no dropout, but takes any activation module.
+        def activation() -> nn.Module:
+            return nn.Sequential(nn.ReLU(), nn.Dropout(config.dropout))
+
+        num_features = dlrm.sparse_arch.F
+        num_interactions = num_features * (num_features + 1) // 2
+        over_in_size = config.embedding_dim + num_interactions
+        dlrm.dense_arch.model = MLP(num_dense, dense_sizes, activation=activation)
+        dlrm.over_arch.model[0] = MLP(over_in_size, over_sizes[:-1], activation=activation)
+    return dlrm

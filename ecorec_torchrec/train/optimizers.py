@@ -1,0 +1,88 @@
+"""Which optimizer updates which parameter.
+
+Sharded tables are updated in the backward pass (TorchRec's fused optimizers, and ours for TT
+cores), each table by its own settings; the MLPs and data-parallel tables by optimizers that step
+after it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torchrec.optim
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from ecorec_torchrec.train.config import OptimConfig, OptimizerConfig
+from ecorec_torchrec.tt import TTSpec
+
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rowwise_adagrad": torchrec.optim.RowWiseAdagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+_TABLE_OF_PARAMETER = re.compile(r"(?:^|\.)embedding_bags\.([^.]+)\.")
+
+
+def table_of(name: str) -> str | None:
+    """The table that a parameter, or a key of a state dict, belongs to.
+
+    Example::
+
+        table_of("model.sparse_arch.ebc.embedding_bags.user_id.tt_cores.0")  # "user_id"
+        table_of("model.over_arch.model.1.weight")                            # None
+    """
+    match = _TABLE_OF_PARAMETER.search(name)
+    return match.group(1) if match else None
+
+
+def attach_table_optimizers(
+    collection: EmbeddingBagCollection, specs: Mapping[str, TTSpec], config: OptimConfig
+) -> None:
+    """Gives every table its optimizer, where TorchRec's sharding and planning look for it."""
+    for table, module in collection.embedding_bags.items():
+        settings = config.tt if table in specs else config.embedding
+        apply_optimizer_in_backward(
+            _CLASSES[settings.name], module.parameters(), _arguments(settings)
+        )
+
+
+def build_optimizer(
+    model: DistributedModelParallel, tt_tables: Mapping[str, TTSpec], config: OptimConfig
+) -> CombinedOptimizer:
+    """The fused optimizers of the sharded tables together with those of all other parameters."""
+    parameters: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)
+    for name, parameter in in_backward_optimizer_filter(model.named_parameters()):
+        table = table_of(name)
+        group = "dense" if table is None else "tt" if table in tt_tables else "embedding"
+        parameters[group][name] = parameter
+    optimizers = [model.fused_optimizer]
+    for group, named_parameters in parameters.items():
+        optimizer = KeyedOptimizerWrapper(
+            named_parameters, partial(_make_optimizer, getattr(config, group))
+        )
+        optimizer.init_state()  # so that a checkpoint can be loaded before the first step
+        optimizers.append(optimizer)
+    return CombinedOptimizer(optimizers)
+
+
+def _make_optimizer(
+    settings: OptimizerConfig, parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    return _CLASSES[settings.name](parameters, **_arguments(settings))
+
+
+def _arguments(settings: OptimizerConfig) -> dict[str, Any]:
+    arguments = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+    return arguments if settings.name == "sgd" else arguments | {"eps": settings.eps}

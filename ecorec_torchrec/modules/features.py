@@ -1,0 +1,154 @@
+"""Input of a collection: checks on a KeyedJaggedTensor, and its split into features.
+
+TorchRec's own messages for broken input ("shape [-1, 105] is invalid") name neither the feature
+nor the numbers that disagree, and some broken inputs pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+_ID_TYPES = (torch.int32, torch.int64)
+
+
+def check_features(
+    features: KeyedJaggedTensor, feature_names: Sequence[str], is_weighted: bool = False
+) -> KeyedJaggedTensor:
+    """Checks that a KeyedJaggedTensor has the features and is consistent in itself.
+
+    Never waits for a GPU: what needs the lengths themselves is checked for CPU tensors only (a
+    cached `length_per_key` is used on any device). Does nothing while `torch.compile` or
+    `torch.export` trace.
+
+    Args:
+        features: the input, F keys and B examples; in variable-batch form too.
+        feature_names: features that will be looked up.
+        is_weighted: whether weights are needed.
+
+    Returns:
+        `features`, unchanged.
+
+    Raises:
+        TypeError: not a KeyedJaggedTensor, ids that are not int32 or int64, or integer weights.
+        ValueError: a missing feature; a number of lengths other than F * B; a negative length;
+            lengths that do not sum to the number of values; missing weights or too few of them.
+            The message holds the feature and the numbers.
+
+    Example::
+
+        features = KeyedJaggedTensor(["a", "b"], values=torch.arange(4),
+                                     lengths=torch.tensor([1, 1, 1, 2]))
+        check_features(features, ["a"])
+        # ValueError: lengths sum to 5 ({'a': 2, 'b': 3}), but there are 4 values: they end within
+        # feature 'b'
+    """
+    if torch.compiler.is_compiling():
+        return features
+    if not isinstance(features, KeyedJaggedTensor):
+        raise TypeError(f"features must be a KeyedJaggedTensor, got {type(features).__name__}")
+    keys = features.keys()
+    missing = [name for name in dict.fromkeys(feature_names) if name not in keys]
+    if missing:
+        raise ValueError(f"features {missing} are missing, the KeyedJaggedTensor has {keys}")
+    values = features.values()
+    if values.dtype not in _ID_TYPES and values.numel() > 0:
+        raise TypeError(f"ids of features {keys} must be int32 or int64, got {values.dtype}")
+    _check_weights(features, is_weighted)
+    if keys:
+        _check_lengths(features)
+    return features
+
+
+def split_features(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+    """`features.to_dict()`, for an empty batch too: there each feature has no ids and no bags."""
+    if torch.compiler.is_compiling() or _num_lengths(features) > 0:
+        return features.to_dict()
+    nothing = features.values().new_empty(0, dtype=torch.int64)
+    offsets = nothing.new_zeros(1)
+    weights = features.weights_or_none()
+    return {
+        key: JaggedTensor(nothing, weights=weights, lengths=nothing, offsets=offsets)
+        for key in features.keys()  # noqa: SIM118 - not a dict
+    }
+
+
+def _num_lengths(features: KeyedJaggedTensor) -> int:
+    lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
+    if lengths is not None:
+        return lengths.numel()
+    return 0 if offsets is None else max(0, offsets.numel() - 1)
+
+
+def _check_weights(features: KeyedJaggedTensor, is_weighted: bool) -> None:
+    weights, num_values = features.weights_or_none(), features.values().numel()
+    if weights is None:
+        if is_weighted:
+            raise ValueError(
+                f"the collection is weighted, but the KeyedJaggedTensor of features "
+                f"{features.keys()} has no weights"
+            )
+        return
+    if weights.numel() != num_values:
+        raise ValueError(
+            f"features {features.keys()} have {num_values} values but {weights.numel()} weights"
+        )
+    if is_weighted and not weights.is_floating_point():
+        raise TypeError(
+            f"weights of features {features.keys()} must be floating point, got {weights.dtype}"
+        )
+
+
+def _check_lengths(features: KeyedJaggedTensor) -> None:
+    keys, num_lengths = features.keys(), _num_lengths(features)
+    if features.variable_stride_per_key():
+        strides = features.stride_per_key()
+    else:
+        strides = [features.stride()] * len(keys)
+    if sum(strides) != num_lengths:
+        needed = dict(zip(keys, strides, strict=True))
+        raise ValueError(
+            f"{num_lengths} lengths do not fit {len(keys)} features with batch sizes {needed}, "
+            f"which need {sum(strides)}"
+        )
+    sums = features.length_per_key_or_none()
+    if sums is None:
+        lengths = features.lengths_or_none()
+        if lengths is None:
+            offsets = features.offsets_or_none()
+            assert offsets is not None
+            lengths = torch.diff(offsets)
+        if lengths.device.type != "cpu":
+            return
+        sums = _sums_per_feature(keys, strides, lengths)
+    num_values = features.values().numel()
+    if sum(sums) != num_values:
+        raise ValueError(
+            f"lengths sum to {sum(sums)} ({dict(zip(keys, sums, strict=True))}), but there are "
+            f"{num_values} values: they end {_place_of_end(keys, sums, num_values)}"
+        )
+
+
+def _sums_per_feature(keys: list[str], strides: list[int], lengths: Tensor) -> list[int]:
+    if lengths.numel() > 0 and int(lengths.min()) < 0:
+        for key, part in zip(keys, lengths.flatten().split(strides), strict=True):
+            for example in (part < 0).nonzero()[:1, 0].tolist():
+                raise ValueError(
+                    f"feature {key!r} has length {int(part[example])} at example {example}: "
+                    "lengths must not be negative, offsets not decrease"
+                )
+    if len(set(strides)) == 1:
+        return lengths.reshape(len(keys), strides[0]).sum(dim=1).tolist()
+    return [int(part.sum()) for part in lengths.flatten().split(strides)]
+
+
+def _place_of_end(keys: list[str], sums: list[int], num_values: int) -> str:
+    end = 0
+    for key, length in zip(keys, sums, strict=True):
+        end += length
+        if end > num_values:
+            return f"within feature {key!r}"
+    return f"after the last feature, {keys[-1]!r}"

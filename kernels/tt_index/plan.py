@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -51,3 +52,19 @@ class IndexPlan(NamedTuple):
     @property
     def num_bags(self) -> int:
         return self.offsets.shape[0] - 1
+
+    def unpooled(self) -> IndexPlan:
+        """The same lookups with every lookup in a bag of its own, in the caller's order.
+
+        Features of a sequence lookup differ in length, so their plan is made with one bag per
+        feature and then cut up by this.
+        """
+        row_L = torch.empty_like(self.pooled_row_L)
+        row_L = row_L.scatter(0, self.pooled_occurrence_L.long(), self.pooled_row_L)
+        starts = torch.arange(self.num_lookups + 1, dtype=torch.int32, device=row_L.device)
+        return self._replace(
+            bag_L=self.order_L,
+            pooled_row_L=row_L,
+            pooled_occurrence_L=starts[:-1],
+            offsets=starts,
+        )

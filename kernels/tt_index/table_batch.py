@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import ast
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -54,7 +54,7 @@ class TableBatch:
             object.__setattr__(self, name, _tuples(getattr(self, name)))
         self._check_tables()
         self._check_features()
-        object.__setattr__(self, "key", json.dumps([getattr(self, name) for name in _FIELDS]))
+        object.__setattr__(self, "key", repr(tuple(getattr(self, name) for name in _FIELDS)))
 
     def _check_tables(self) -> None:
         num_cores = len(self.col_factors)
@@ -156,4 +156,4 @@ def _tuples(value: list | tuple) -> tuple:
 
 @lru_cache(maxsize=256)
 def _from_key(key: str) -> TableBatch:
-    return TableBatch(*json.loads(key))
+    return TableBatch(*ast.literal_eval(key))

@@ -1,1 +1,21 @@
-"""To be written."""
+"""Sharders and sharded collections with TT tables.
+
+Replaces `EmbeddingBagCollectionSharder`, `ShardedEmbeddingBagCollection` and
+`get_default_sharders`.
+"""
+
+from ecorec_torchrec.errors import require_torchrec
+
+require_torchrec()
+
+from .embedding_bag import (  # noqa: E402
+    ShardedTTEmbeddingBagCollection,
+    TTEmbeddingBagCollectionSharder,
+)
+from .sharders import get_ecorec_sharders  # noqa: E402
+
+__all__ = [
+    "ShardedTTEmbeddingBagCollection",
+    "TTEmbeddingBagCollectionSharder",
+    "get_ecorec_sharders",
+]

@@ -1,0 +1,122 @@
+"""The `fused_params` of TT tables, reduced to what their kernel reads and TorchRec groups by."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+
+from ecorec_torchrec.tt import TTSpec
+
+from .cores import GroupableSpec
+from .optimizers import OPTIMIZER_SETTINGS, OptimizerSpec
+
+# `fused_params` that only TT kernels know; FBGEMM's constructors would refuse them.
+TT_ONLY_SETTINGS = frozenset({"tt", "workspace_bytes", "backend"})
+
+_BOUNDS_CHECKS = {
+    BoundsCheckMode.FATAL: "fatal",
+    BoundsCheckMode.V2_FATAL: "fatal",
+    BoundsCheckMode.WARNING: "warning",
+    BoundsCheckMode.V2_WARNING: "warning",
+    BoundsCheckMode.IGNORE: "ignore",
+    BoundsCheckMode.V2_IGNORE: "ignore",
+    BoundsCheckMode.NONE: "none",
+}
+_OUTPUT_DTYPES = {
+    SparseType.FP32: torch.float32,
+    SparseType.FP16: torch.float16,
+    SparseType.BF16: torch.bfloat16,
+}
+_BACKENDS = ("auto", "triton", "cpu", "reference")
+
+
+@dataclass(frozen=True)
+class TTSettings:
+    """What a TT kernel is told of its tables; tables with equal settings may share a group.
+
+    Args:
+        tt: shape of the table.
+        optimizer: stepped in the backward pass; None for data-parallel tables, whose cores belong
+            to the optimizer of the dense part, and where none was given.
+        workspace_bytes: bound on what a lookup allocates beside its output; None for no bound.
+        backend: "auto", "triton", "cpu" or "reference".
+        bounds_check: "fatal" (ids out of range raise), "warning", "ignore" or "none".
+        output_dtype: of the looked-up embeddings.
+    """
+
+    tt: GroupableSpec
+    optimizer: OptimizerSpec | None = None
+    workspace_bytes: int | None = None
+    backend: str = "auto"
+    bounds_check: str = "fatal"
+    output_dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def from_fused_params(
+        cls, table: str, spec: TTSpec, fused_params: Mapping[str, Any], data_parallel: bool
+    ) -> TTSettings:
+        """Reads TorchRec's `fused_params` of one table; warns of those that do not apply.
+
+        Raises:
+            ValueError: a value is not supported; the message names the table and the value.
+        """
+        unused = sorted(fused_params.keys() - _KNOWN)
+        if unused:
+            warnings.warn(
+                f"fused_params {unused} do not apply to TT tables and are ignored for them",
+                stacklevel=2,
+            )
+        workspace_bytes = fused_params.get("workspace_bytes")
+        if workspace_bytes is not None and workspace_bytes <= 0:
+            raise ValueError(f"TT table {table!r}: workspace_bytes={workspace_bytes} must be > 0")
+        backend = fused_params.get("backend", "auto")
+        if backend not in _BACKENDS:
+            raise ValueError(f"TT table {table!r}: backend={backend!r} is not one of {_BACKENDS}")
+        return cls(
+            tt=GroupableSpec(spec),
+            optimizer=(
+                None if data_parallel else OptimizerSpec.from_fused_params(table, fused_params)
+            ),
+            workspace_bytes=workspace_bytes,
+            backend=backend,
+            bounds_check=_lookup(
+                _BOUNDS_CHECKS, fused_params, "bounds_check_mode", BoundsCheckMode.FATAL, table
+            ),
+            output_dtype=_lookup(
+                _OUTPUT_DTYPES, fused_params, "output_dtype", SparseType.FP32, table
+            ),
+        )
+
+    @classmethod
+    def of(cls, fused_params: Mapping[str, Any]) -> TTSettings:
+        """The settings that a TorchRec table or group config carries in its `fused_params`."""
+        return cls(**fused_params)
+
+    def as_fused_params(self) -> dict[str, Any]:
+        """For TorchRec, which groups tables by the equality of these values."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+_KNOWN = TT_ONLY_SETTINGS | OPTIMIZER_SETTINGS | {"bounds_check_mode", "output_dtype"}
+
+
+def _lookup(
+    supported: Mapping[Any, Any],
+    fused_params: Mapping[str, Any],
+    name: str,
+    default: Any,
+    table: str,
+) -> Any:
+    value = fused_params.get(name, default)
+    if value not in supported:
+        raise ValueError(
+            f"TT table {table!r}: {name}={value} is not supported; the supported ones are "
+            f"{', '.join(map(str, supported))}"
+        )
+    return supported[value]

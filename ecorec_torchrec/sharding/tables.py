@@ -1,0 +1,174 @@
+"""Which tables of a collection become TT, with what shape and settings; refusals, before any work.
+
+A table is TT when its plan entry has the kernel `customized_kernel`. Its shape comes from the plan
+entry, from the table's config, or from a `TTEmbeddingBagCollection`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.types import ParameterSharding, ShardingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+
+from ecorec_torchrec.modules import TTEmbeddingBagCollection, check_spec
+from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
+from ecorec_torchrec.tt import TTSpec
+
+_SHARDING_TYPES = (ShardingType.TABLE_WISE.value, ShardingType.DATA_PARALLEL.value)
+
+
+def tt_table_names(
+    module: EmbeddingBagCollectionInterface, plan: Mapping[str, ParameterSharding]
+) -> list[str]:
+    """The tables whose plan entry asks for TT, in table order."""
+    names = [config.name for config in module.embedding_bag_configs()]
+    return [n for n in names if n in plan and plan[n].compute_kernel == TT_COMPUTE_KERNEL]
+
+
+def resolve_tt_tables(
+    module: EmbeddingBagCollectionInterface, plan: Mapping[str, ParameterSharding]
+) -> dict[str, TTSpec]:
+    """The shape of every TT table, in table order.
+
+    Raises:
+        ValueError: a table has no plan entry; a TT table has no shape, two shapes, one that does
+            not fit, or a sharding type other than table-wise and data-parallel; or a table of a
+            `TTEmbeddingBagCollection` that holds cores is planned as a dense one.
+    """
+    held = module.tt_specs if isinstance(module, TTEmbeddingBagCollection) else {}
+    specs: dict[str, TTSpec] = {}
+    for config in module.embedding_bag_configs():
+        if config.name not in plan:
+            raise ValueError(f"table {config.name!r} has no entry in the sharding plan")
+        entry = plan[config.name]
+        if entry.compute_kernel == TT_COMPUTE_KERNEL:
+            specs[config.name] = _spec(config, entry, held.get(config.name))
+        elif config.name in held:
+            raise ValueError(
+                f"table {config.name!r} is a TT table, but its plan entry has the compute kernel "
+                f"{entry.compute_kernel!r}: use tt_table_wise, tt_data_parallel or EcoRecPlanner"
+            )
+    return specs
+
+
+def _spec(config: EmbeddingBagConfig, entry: ParameterSharding, held: TTSpec | None) -> TTSpec:
+    if entry.sharding_type not in _SHARDING_TYPES:
+        raise ValueError(
+            f"TT table {config.name!r} cannot be sharded {entry.sharding_type}: cut by rows or "
+            "columns, all ranks would need most cores and an all-reduce of their gradients; use "
+            "table_wise or data_parallel"
+        )
+    sources = {
+        "its plan entry": getattr(entry, "tt", None),
+        "its config": getattr(config, "tt", None),
+        "its collection": held,
+    }
+    given = {source: spec for source, spec in sources.items() if spec is not None}
+    if not given:
+        raise ValueError(
+            f"table {config.name!r} is planned with the kernel {TT_COMPUTE_KERNEL!r} but has no TT "
+            "shape: give one in the plan entry (TTParameterSharding), in the table's config "
+            "(TTEmbeddingBagConfig) or to TTEmbeddingBagCollection"
+        )
+    if len(set(given.values())) > 1:
+        raise ValueError(f"table {config.name!r} is given different TT shapes: {given}")
+    spec = next(iter(given.values()))
+    check_spec(config, spec)
+    return spec
+
+
+class TablesView:
+    """A collection as TorchRec's sharding code reads one: one N x D parameter per table.
+
+    TT tables are stood for by a parameter on the meta device. It bears what
+    `apply_optimizer_in_backward` left on the table's own weight or cores, and the optimizer class
+    itself, since TorchRec would turn it into an FBGEMM type, which not all of them have.
+    """
+
+    def __init__(
+        self,
+        module: EmbeddingBagCollectionInterface,
+        plan: Mapping[str, ParameterSharding] | None = None,
+    ) -> None:
+        self._module = module
+        held = module.tt_specs if isinstance(module, TTEmbeddingBagCollection) else {}
+        self._tt_names = {*held, *(tt_table_names(module, plan) if plan else ())}
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        return self._module.embedding_bag_configs()
+
+    def is_weighted(self) -> bool:
+        return self._module.is_weighted()
+
+    def table_parameters(self) -> dict[str, nn.Parameter]:
+        """Table name -> its N x D parameter."""
+        parameters = {}
+        for config in self.embedding_bag_configs():
+            table = self._module.embedding_bags[config.name]
+            if config.name in self._tt_names:
+                parameters[config.name] = _stand_in(config, list(table.parameters()))
+            else:
+                parameters[config.name] = table.weight
+        return parameters
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.table_parameters().items():
+            yield f"embedding_bags.{name}.weight", parameter
+
+    def state_dict(self) -> dict[str, nn.Parameter]:
+        return dict(self.named_parameters())
+
+
+def _stand_in(config: EmbeddingBagConfig, own: list[nn.Parameter]) -> nn.Parameter:
+    weight = nn.Parameter(torch.empty(config.num_embeddings, config.embedding_dim, device="meta"))
+    classes, settings = _optimizer_marks(config.name, own)
+    if settings:
+        weight._optimizer_classes = [classes]  # type: ignore[attr-defined]
+        weight._optimizer_kwargs = [settings]  # type: ignore[attr-defined]
+    return weight
+
+
+def _optimizer_marks(table: str, own: list[nn.Parameter]) -> tuple[type | None, dict[str, Any]]:
+    if not any(parameter.requires_grad for parameter in own):
+        return None, {"optimizer": EmbOptimType.NONE}
+    if not all(parameter.requires_grad for parameter in own):
+        raise ValueError(f"table {table!r}: freeze all TT cores of a table, or none")
+    marks = [
+        (getattr(p, "_optimizer_classes", []), getattr(p, "_optimizer_kwargs", [])) for p in own
+    ]
+    classes, settings = marks[0]
+    if any(mark != marks[0] for mark in marks) or len(classes) > 1:
+        raise ValueError(
+            f"table {table!r} has several optimizers in backward, {list(marks)}: its "
+            "cores need one and the same"
+        )
+    if not classes:
+        return None, {}
+    return classes[0], {**settings[0], "optimizer": settings[0].get("optimizer", classes[0])}
+
+
+def check_data_parallel(table: str, weight: nn.Parameter) -> None:
+    """What a data-parallel TT table cannot have: its cores belong to the user's own optimizer.
+
+    Raises:
+        ValueError: the cores are frozen.
+    """
+    settings = getattr(weight, "_optimizer_kwargs", [{}])[0]
+    if settings.get("optimizer") is EmbOptimType.NONE:
+        raise ValueError(
+            f"TT table {table!r} is data-parallel and frozen: leave its cores out of the optimizer "
+            "instead of setting requires_grad, or place it table-wise"
+        )
+    if settings:
+        warnings.warn(
+            f"apply_optimizer_in_backward is ignored for TT table {table!r}, which is "
+            "data-parallel: step its cores with the optimizer of the dense part",
+            stacklevel=2,
+        )

@@ -1,0 +1,255 @@
+"""A small model with dense and TT tables of every sharding, for tests on several ranks.
+
+The truth of such a test is the unsharded model in one process, fed with the batches of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.sharding_plan import (
+    ParameterShardingGenerator,
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from ecorec_torchrec.modules import TTEmbeddingBagCollection
+from ecorec_torchrec.plan import tt_data_parallel, tt_table_wise
+from ecorec_torchrec.sharding import TTEmbeddingBagCollectionSharder, get_ecorec_sharders
+from ecorec_torchrec.tt import TTSpec
+
+DIM = 16
+SPECS = {
+    # One group: equal column factors and ranks, unlike rows.
+    "t_tw": TTSpec(58, (3, 4, 5), (2, 2, 4), (3, 4)),
+    "t_tw2": TTSpec(42, (7, 2, 3), (2, 2, 4), (3, 4)),
+    # Another group, for its column factors.
+    "t_q": TTSpec(24, (4, 3, 2), (4, 2, 2), (2, 4)),
+    "t_dp": TTSpec(60, (3, 4, 5), (2, 2, 4), (3, 4)),
+    "t_dp2": TTSpec(24, (2, 2, 6), (2, 2, 4), (3, 4)),
+}
+# Feature "shared" is looked up in a TT and in a dense table; "f_t_tw_b" shares a table.
+FEATURES = {
+    "t_tw": ["f_t_tw", "f_t_tw_b"],
+    "t_tw2": ["shared"],
+    "t_q": ["f_t_q"],
+    "t_dp": ["f_t_dp"],
+    "t_dp2": ["f_t_dp2"],
+    "d_tw": ["f_d_tw"],
+    "d_rw": ["f_d_rw"],
+    "d_cw": ["f_d_cw", "shared"],
+    "d_dp": ["f_d_dp"],
+}
+ROWS = {name: spec.num_embeddings for name, spec in SPECS.items()} | {
+    "d_tw": 40,
+    "d_rw": 50,
+    "d_cw": 45,
+    "d_dp": 30,
+}
+SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.05}
+
+
+def configs(
+    names: Iterable[str] = tuple(ROWS),
+    pooling: PoolingType = PoolingType.SUM,
+    tt_data_type: DataType = DataType.FP32,
+) -> list[EmbeddingBagConfig]:
+    """Configs of the named tables; the TT shapes are in `SPECS`."""
+    return [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=ROWS[name],
+            embedding_dim=DIM,
+            feature_names=FEATURES[name],
+            pooling=pooling,
+            data_type=tt_data_type if name in SPECS else DataType.FP32,
+        )
+        for name in names
+    ]
+
+
+def collection(
+    tables: Sequence[EmbeddingBagConfig], is_weighted: bool = False, device: str = "cpu"
+) -> TTEmbeddingBagCollection:
+    tt = {table.name: SPECS[table.name] for table in tables if table.name in SPECS}
+    return TTEmbeddingBagCollection(list(tables), tt, is_weighted, torch.device(device))
+
+
+def generators(
+    names: Iterable[str], world_size: int, owners: Mapping[str, int] | None = None
+) -> dict[str, ParameterShardingGenerator]:
+    """Placement of every table, told by its name; `owners` moves table-wise ones.
+
+    An owner of -1 makes a TT table data-parallel.
+    """
+    last = world_size - 1
+    placed = {"t_tw": last, "t_tw2": last, "t_q": 0, "t_dp": -1, "t_dp2": -1} | dict(owners or {})
+    found: dict[str, ParameterShardingGenerator] = {}
+    for name in names:
+        if name in SPECS:
+            tt = SPECS[name]
+            owner = placed[name]
+            found[name] = tt_data_parallel(tt=tt) if owner < 0 else tt_table_wise(owner, tt=tt)
+        elif name == "d_tw":
+            found[name] = table_wise(placed.get(name, 0), compute_kernel="fused")
+        elif name == "d_rw":
+            found[name] = row_wise(compute_kernel="fused")
+        elif name == "d_cw":
+            found[name] = column_wise(ranks=list(range(world_size)), compute_kernel="fused")
+        else:
+            found[name] = data_parallel()
+    return found
+
+
+@dataclass
+class ToyBatch(Pipelineable):
+    features: KeyedJaggedTensor
+    labels: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> ToyBatch:
+        return ToyBatch(self.features.to(device, non_blocking), self.labels.to(device))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        self.features.record_stream(stream)
+        self.labels.record_stream(stream)
+
+    def pin_memory(self) -> ToyBatch:
+        return self
+
+
+def make_batch(
+    names: Iterable[str],
+    step: int,
+    rank: int,
+    batch_size: int = 6,
+    is_weighted: bool = False,
+    dtype: torch.dtype = torch.int64,
+    max_length: int = 3,
+) -> ToyBatch:
+    """`batch_size` examples with bags of 0 to `max_length` ids, told by step and rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    rows = {feature: ROWS[name] for name in reversed(list(names)) for feature in FEATURES[name]}
+    rows = {f: min(ROWS[name] for name in names if f in FEATURES[name]) for f in rows}
+    lengths = torch.randint(0, max_length + 1, (len(rows), batch_size), generator=generator)
+    values = [
+        torch.randint(0, limit, (int(length.sum()),), generator=generator)
+        for limit, length in zip(rows.values(), lengths, strict=True)
+    ]
+    num_values = int(lengths.sum())
+    weights = torch.rand(num_values, generator=generator) + 0.5 if is_weighted else None
+    features = KeyedJaggedTensor(
+        list(rows),
+        torch.cat(values).to(dtype),
+        weights=weights,
+        lengths=lengths.flatten().to(dtype),
+    )
+    return ToyBatch(features, torch.randn(batch_size, generator=generator))
+
+
+class ToyModel(nn.Module):
+    """Pooled embeddings, one linear layer, squared error summed over the batch."""
+
+    def __init__(self, ebc: nn.Module, tables: Sequence[EmbeddingBagConfig]) -> None:
+        super().__init__()
+        self.ebc = ebc
+        counts = [f for table in tables for f in table.feature_names]
+        self.names = [
+            f"{f}@{table.name}" if counts.count(f) > 1 else f
+            for table in tables
+            for f in table.feature_names
+        ]
+        self.linear = nn.Linear(DIM * len(self.names), 1)
+
+    def forward(self, batch: ToyBatch) -> tuple[Tensor, Tensor]:
+        pooled = self.ebc(batch.features)
+        logits = self.linear(torch.cat([pooled[name] for name in self.names], 1)).squeeze(1)
+        loss = ((logits - batch.labels) ** 2).sum() / 8
+        return loss.view(1), logits.detach()
+
+
+def train_unsharded(
+    model: ToyModel,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    batches: Iterable[Sequence[ToyBatch]],
+) -> None:
+    """Steps on the mean of the ranks' losses, as TorchRec and DDP do together."""
+    optimizer = make_optimizer(list(model.parameters()))
+    for ranks in batches:
+        optimizer.zero_grad()
+        losses = [model(batch)[0] for batch in ranks]
+        (torch.stack(losses).sum() / len(losses)).backward()
+        optimizer.step()
+
+
+def shard(
+    model: ToyModel,
+    plan: Mapping[str, ParameterShardingGenerator],
+    fused_params: dict[str, Any] | None = SGD,
+    num_dist_groups: int = 1,
+    **sharder_arguments: Any,
+) -> DistributedModelParallel:
+    entries = construct_module_sharding_plan(
+        model.ebc,
+        dict(plan),
+        sharder=TTEmbeddingBagCollectionSharder(),
+        world_size=dist.get_world_size(),
+        local_size=dist.get_world_size(),
+        device_type="cpu",
+    )
+    return DistributedModelParallel(
+        model,
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"ebc": entries}),
+        sharders=get_ecorec_sharders(
+            fused_params, num_dist_groups=num_dist_groups, **sharder_arguments
+        ),
+    )
+
+
+def optimizer_of(
+    model: DistributedModelParallel,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    wrapper: type[KeyedOptimizerWrapper] = KeyedOptimizerWrapper,
+) -> CombinedOptimizer:
+    """The fused optimizers of `model` and one of the user's for everything else."""
+    rest = dict(in_backward_optimizer_filter(model.named_parameters()))
+    return CombinedOptimizer([model.fused_optimizer, wrapper(rest, make_optimizer)])
+
+
+def train_sharded(
+    model: DistributedModelParallel, optimizer: CombinedOptimizer, batches: Iterable[ToyBatch]
+) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch)[0].sum().backward()
+        optimizer.step()
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with whole tensors; those of sharded tables have values on rank 0 only."""
+    state = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, ShardedTensor):
+            whole = torch.zeros(value.size(), dtype=value.dtype) if dist.get_rank() == 0 else None
+            value.gather(0, whole)
+            state[name] = torch.empty(0) if whole is None else whole
+        else:
+            state[name] = value.detach().clone()
+    return state

@@ -67,9 +67,7 @@ class _Emitter:
 
     def offset(self, address: ir.Value, count: ir.Value | int, stride: ir.Value | int) -> ir.Value:
         """address + count * stride."""
-        count, stride = (
-            ir.Constant(_I64, x) if isinstance(x, int) else x for x in (count, stride)
-        )
+        count, stride = (ir.Constant(_I64, x) if isinstance(x, int) else x for x in (count, stride))
         return self.builder.add(address, self.builder.mul(count, stride))
 
     def load_scalar(self, address: ir.Value, element: ir.Type = _FLOAT) -> ir.Value:
@@ -179,7 +177,9 @@ def _gather_sum_tile(vectors: int, weighted: bool, masked: bool = False) -> Any:
     vector_bytes = LANES * _ELEMENT_BYTES
 
     @intrinsic
-    def tile(typing_context, out, table, row_bytes, index, weights, count, ahead, accumulate, lanes):  # type: ignore[no-untyped-def]
+    def tile(
+        typing_context, out, table, row_bytes, index, weights, count, ahead, accumulate, lanes
+    ):  # type: ignore[no-untyped-def]
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
             out, table, row_bytes, index, weights, count, ahead, accumulate, lanes = args
             emit = _Emitter(builder, lanes if masked else None)
@@ -204,7 +204,9 @@ def _gather_sum_tile(vectors: int, weighted: bool, masked: bool = False) -> Any:
                 for j in range(vectors):
                     value = emit.load(emit.offset(row, j, vector_bytes), is_tail[j])
                     total = builder.load(sums[j])
-                    total = emit.fma(weight, value, total) if weighted else builder.fadd(total, value)
+                    total = (
+                        emit.fma(weight, value, total) if weighted else builder.fadd(total, value)
+                    )
                     builder.store(total, sums[j])
             for slot, target, tail in zip(sums, targets, is_tail, strict=True):
                 emit.store(builder.load(slot), target, tail)

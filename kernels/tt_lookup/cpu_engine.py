@@ -1,0 +1,326 @@
+"""TT lookup on the CPU: buffers, parts and threads around the loops of `cpu_kernels`.
+
+As in EcoRec (SC'24) each unique row and each prefix is computed once, in micro-batches of sorted
+rows; its small products per prefix and its atomic additions are replaced by matrix products per
+group and one owner per result. Does for TT cores what FBGEMM's
+`SplitTableBatchedEmbeddingBagsCodegen` does for dense tables on the CPU.
+
+Legend: L lookups, U unique rows, P prefixes, B bags per feature, F features, D embedding_dim. A
+*part* is a run of prefixes whose rows are held at the same time: the micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from ecorec_torchrec.kernels.tt_index import IndexPlan
+from ecorec_torchrec.kernels.tt_index.cpu_threads import parallel_for
+from torch import Tensor
+
+from . import cpu_kernels as kernels
+
+_DEFAULT_ROWS_BYTES = 64 * 2**20
+_DEFAULT_COPIES_BYTES = 32 * 2**20
+_MIN_LOOKUPS_PER_WORKER = 2048
+_TASKS_PER_WORKER = 4
+_ALIGNMENT_BYTES = 64
+_FLOAT_BYTES = 4
+
+
+def forward(
+    plan: IndexPlan,
+    cores: list[Tensor],
+    weights_L: Tensor | None,
+    num_features: int,
+    mean: bool,
+    output_dtype: torch.dtype,
+    workspace_bytes: int | None,
+) -> Tensor:
+    """Pooled rows `(B, F*D)`; arguments as in this folder's README.
+
+    Raises:
+        ValueError: `workspace_bytes` is below what the call and its largest prefix need.
+    """
+    call = _Call.of(plan, cores, num_features, mean)
+    out = torch.empty(plan.num_bags // num_features, num_features * call.embedding_dim)
+    fixed_bytes = _cast_bytes(*cores) + (out.nbytes if output_dtype != out.dtype else 0)
+    fixed_bytes += 0 if weights_L is None else weights_L.nbytes
+    pooled_weights_L = _take(weights_L, call.index.pooled_occurrence_L)
+    for part in _parts(call, fixed_bytes, workspace_bytes):
+
+        def pool(low: int, high: int, scratch: np.ndarray, part: _Part = part) -> None:
+            kernels.pool_rows(
+                low, high, call.shape, part.rows, part.row_low, part.row_high,
+                part.row_high == call.num_rows, call.index.pooled_row_L, pooled_weights_L,
+                call.index.offsets, part.next_of_bag, num_features, mean, scratch,
+                out.numpy().reshape(-1),
+            )  # fmt: skip
+
+        _parallel_ranges(0, plan.num_bags, part.scratch, pool)
+    return out.to(output_dtype)
+
+
+def backward(
+    grad: Tensor,
+    plan: IndexPlan,
+    cores: list[Tensor],
+    weights_L: Tensor | None,
+    num_features: int,
+    mean: bool,
+    needs_cores: bool,
+    needs_weights: bool,
+    workspace_bytes: int | None,
+) -> tuple[list[Tensor] | None, Tensor | None]:
+    """Gradients of the cores and of the weights; arguments as in this folder's README.
+
+    Raises:
+        ValueError: `workspace_bytes` is below what the call and its largest prefix or table need.
+    """
+    call = _Call.of(plan, cores, num_features, mean)
+    fixed_bytes = _cast_bytes(grad, *cores)
+    grad_floats = grad.detach().float().numpy().reshape(-1)
+    weights_grad, core_grads = None, None
+    if needs_weights and weights_L is not None:
+        weights_grad = torch.empty_like(weights_L)
+        _weights_gradient_(weights_grad, call, grad_floats, fixed_bytes, workspace_bytes)
+    if needs_cores:
+        float_grads = [torch.zeros(core.shape) for core in cores]
+        fixed_bytes += _cast_bytes(*cores)
+        if call.num_prefixes:
+            _core_gradients_(
+                float_grads, call, grad_floats, weights_L, fixed_bytes, workspace_bytes
+            )
+        core_grads = [g.to(core.dtype) for g, core in zip(float_grads, cores, strict=True)]
+    return core_grads, weights_grad
+
+
+class _Call(NamedTuple):
+    """What all passes of one call share."""
+
+    index: IndexPlan  # of arrays
+    num_rows: int
+    num_prefixes: int
+    shape: tuple[int, ...]  # q1, q2, q3, r1, r2
+    cores: list[np.ndarray]  # float32 (rows, row size)
+    num_features: int
+    mean: bool
+    num_workers: int
+
+    @classmethod
+    def of(cls, plan: IndexPlan, cores: list[Tensor], num_features: int, mean: bool) -> _Call:
+        num_rows, num_prefixes = plan.counts.tolist()
+        shape = (*(core.shape[2] for core in cores), cores[0].shape[3], cores[1].shape[3])
+        arrays = [core.detach().float().flatten(1).numpy() for core in cores]
+        num_workers = min(torch.get_num_threads(), plan.num_lookups // _MIN_LOOKUPS_PER_WORKER)
+        index = IndexPlan(*(tensor.numpy() for tensor in plan))  # type: ignore[arg-type]
+        return cls(
+            index, num_rows, num_prefixes, shape, arrays, num_features, mean, max(1, num_workers)
+        )
+
+    @property
+    def embedding_dim(self) -> int:
+        return self.shape[0] * self.shape[1] * self.shape[2]
+
+
+class _Part(NamedTuple):
+    """Computed rows row_low..row_high, and what pooling them needs."""
+
+    rows: np.ndarray  # elements of the rows, transposed (q3, M), from row_low on
+    row_low: int
+    row_high: int
+    next_of_bag: np.ndarray  # (F*B,) first pooled entry that no part has summed
+    scratch: np.ndarray  # (workers, elements)
+
+
+def _parts(call: _Call, fixed_bytes: int, workspace_bytes: int | None) -> Iterator[_Part]:
+    """Computes all unique rows, part by part; one empty part if there are none."""
+    index, dim = call.index, call.embedding_dim
+    layout = kernels.rows_layout(call.shape)
+    block_size = kernels.block_prefixes(call.shape)
+    starts = index.prefix_starts[: call.num_prefixes + 1]
+    row_bytes = dim * _FLOAT_BYTES
+    scratch_elements = max(layout[-1], kernels.bag_layout(call.shape)[-1])
+    scratch_bytes = scratch_elements * _FLOAT_BYTES + _ALIGNMENT_BYTES
+    fixed_bytes += index.offsets.nbytes + _ALIGNMENT_BYTES
+    largest = int(np.diff(starts).max(initial=0)) * row_bytes
+    limit = _DEFAULT_ROWS_BYTES + call.num_workers * scratch_bytes + largest + fixed_bytes
+    if workspace_bytes is not None:
+        floor = fixed_bytes + scratch_bytes + largest
+        _check_workspace(workspace_bytes, floor, f"{largest} for the rows of the largest prefix")
+        limit = workspace_bytes
+    spare_bytes = limit - fixed_bytes - largest
+    num_workers = max(1, min(call.num_workers, spare_bytes // 2 // scratch_bytes))
+    max_rows = (limit - fixed_bytes - num_workers * scratch_bytes) // row_bytes
+
+    scratch = _floats(num_workers, scratch_elements)
+    rows = _floats(min(max_rows, call.num_rows) * dim)
+    next_of_bag = index.offsets[:-1].copy()
+    low = 0
+    while True:
+        row_low = int(starts[low])
+        high = int(np.searchsorted(starts, row_low + max_rows, side="right")) - 1
+
+        def compute(first: int, end: int, scratch: np.ndarray, row_low: int = row_low) -> None:
+            kernels.compute_rows(
+                first, end, call.shape, *call.cores, index.i1_P, index.i2_P, index.i3_U,
+                index.prefix_starts, block_size, layout, scratch,
+                rows[(int(starts[first]) - row_low) * dim :],
+            )  # fmt: skip
+
+        _parallel_ranges(low, high, scratch, compute)
+        yield _Part(rows, row_low, int(starts[high]), next_of_bag, scratch)
+        if high == call.num_prefixes:
+            return
+        low = high
+
+
+def _weights_gradient_(
+    weights_grad_L: Tensor,
+    call: _Call,
+    grad: np.ndarray,
+    fixed_bytes: int,
+    workspace_bytes: int | None,
+) -> None:
+    index = call.index
+    for part in _parts(call, fixed_bytes, workspace_bytes):
+
+        def dots(low: int, high: int, scratch: np.ndarray, part: _Part = part) -> None:
+            kernels.weight_gradients(
+                low, high, call.shape, part.rows, part.row_low, part.row_high, index.pooled_row_L,
+                index.pooled_occurrence_L, index.offsets, part.next_of_bag, call.num_features,
+                call.mean, scratch, grad, weights_grad_L.numpy(),
+            )  # fmt: skip
+
+        _parallel_ranges(0, len(part.next_of_bag), part.scratch, dots)
+
+
+def _core_gradients_(
+    core_grads: list[Tensor],
+    call: _Call,
+    grad: np.ndarray,
+    weights_L: Tensor | None,
+    fixed_bytes: int,
+    workspace_bytes: int | None,
+) -> None:
+    """Writes the gradients of the cores, range after range (see `independent_ranges`)."""
+    index, (q1, _, q3, r1, r2) = call.index, call.shape
+    layout = kernels.gradient_layout(call.shape)
+    block_size = kernels.block_prefixes(call.shape)
+    place_L, lookup_weights_L, lookup_bytes = _sorted_lookups(call, weights_L)
+    G3_T = _floats(len(call.cores[2]), q3 * r2)
+    G3_T.reshape(-1, q3, r2)[:] = call.cores[2].reshape(-1, r2, q3).transpose(0, 2, 1)
+    range_starts = np.empty((len(index.group_starts), 3), np.int64)
+    num_ranges = kernels.independent_ranges(
+        call.num_prefixes, index.i1_P, index.i2_P, index.i3_U, index.prefix_starts, range_starts
+    )
+    ranges = range_starts[: num_ranges + 1]
+    fixed_bytes += lookup_bytes + G3_T.nbytes + range_starts.nbytes + 3 * _ALIGNMENT_BYTES
+
+    copy_bytes = np.diff(ranges[:, 1:], axis=0) @ [q1 * r1, q3 * r2]
+    copy_bytes *= kernels.NUM_COPIES * _FLOAT_BYTES
+    fixed_bytes += copy_bytes.nbytes
+    largest = int(copy_bytes.max())
+    scratch_bytes = layout[-1] * _FLOAT_BYTES + _ALIGNMENT_BYTES
+    num_workers, max_copy_bytes = call.num_workers, max(largest, _DEFAULT_COPIES_BYTES)
+    if workspace_bytes is not None:
+        floor = fixed_bytes + scratch_bytes + largest
+        _check_workspace(workspace_bytes, floor, f"{largest} for partial sums of the largest table")
+        spare_bytes = workspace_bytes - fixed_bytes - largest
+        num_workers = max(1, min(num_workers, spare_bytes // scratch_bytes))
+        max_copy_bytes = workspace_bytes - fixed_bytes - num_workers * scratch_bytes
+
+    scratch = _floats(num_workers, layout[-1])
+    dG1, dG2, dG3 = (gradient.flatten(1).numpy() for gradient in core_grads)
+    for here in _runs(copy_bytes, max_copy_bytes):
+        first, end = ranges[here.start], ranges[here.stop]
+        dG1_copies = _floats(kernels.NUM_COPIES, int(end[1] - first[1]), q1 * r1)
+        dG3_copies = _floats(kernels.NUM_COPIES, int(end[2] - first[2]), q3 * r2)
+        num_tasks = min(len(ranges) - 1, _TASKS_PER_WORKER) * kernels.NUM_COPIES
+        if num_workers == 1:
+            num_tasks = 1
+
+        def gradients(task: int, worker: int, num_tasks: int = num_tasks) -> None:
+            kernels.core_gradients(
+                task, num_tasks, ranges[here.start : here.stop + 1], call.shape, *call.cores[:2],
+                G3_T, index.i1_P, index.i2_P, index.i3_U, index.prefix_starts, index.group_starts,
+                index.row_starts, place_L, lookup_weights_L, grad, block_size, layout,
+                scratch[worker], dG2, dG1_copies, dG3_copies,
+            )  # fmt: skip
+
+        parallel_for(gradients, num_tasks, num_workers)
+        kernels.sum_copies(0, dG1_copies.shape[1], dG1_copies, 1, q1 * r1, dG1[first[1] :])
+        kernels.sum_copies(0, dG3_copies.shape[1], dG3_copies, q3, r2, dG3[first[2] :])
+
+
+def _sorted_lookups(call: _Call, weights_L: Tensor | None) -> tuple[np.ndarray, np.ndarray, int]:
+    """Per sorted lookup its row of the gradient `(B*F, D)` and its factor (empty: all ones), and
+    the bytes that this took."""
+    index, num_features = call.index, call.num_features
+    num_lookups, num_bags = len(index.bag_L), len(index.offsets) - 1
+    place_L, factor_L, num_bytes = index.bag_L, _take(weights_L, index.order_L), 0
+    if weights_L is not None:
+        num_bytes += num_lookups * _FLOAT_BYTES
+    if num_features > 1:
+        place_of_bag = np.arange(num_bags, dtype=np.int32).reshape(-1, num_features).T.ravel()
+        place_L = np.take(place_of_bag, index.bag_L)
+        num_bytes += place_L.nbytes + 2 * place_of_bag.nbytes
+    if call.mean:
+        scale = np.float32(1) / np.maximum(np.diff(index.offsets), 1).astype(np.float32)
+        scale_L = np.take(scale, index.bag_L)
+        factor_L = scale_L if weights_L is None else np.multiply(factor_L, scale_L, out=scale_L)
+        num_bytes += scale_L.nbytes + 4 * scale.nbytes
+    return place_L, factor_L, num_bytes
+
+
+def _take(weights_L: Tensor | None, order_L: np.ndarray) -> np.ndarray:
+    if weights_L is None:
+        return np.empty(0, np.float32)
+    return np.take(weights_L.detach().numpy(), order_L)
+
+
+def _runs(bytes_R: np.ndarray, max_bytes: int) -> Iterator[slice]:
+    """Neighbours together as long as their sum stays within the limit."""
+    start, total = 0, 0
+    for i, num_bytes in enumerate(bytes_R.tolist()):
+        if i > start and total + num_bytes > max_bytes:
+            yield slice(start, i)
+            start, total = i, 0
+        total += num_bytes
+    yield slice(start, len(bytes_R))
+
+
+def _parallel_ranges(
+    low: int, high: int, scratch: np.ndarray, run: Callable[[int, int, np.ndarray], None]
+) -> None:
+    """`run(first, end, scratch)` over pieces of low..high, on one thread per row of `scratch`."""
+    num_workers, total = len(scratch), high - low
+    num_tasks = min(total, 1 if num_workers == 1 else num_workers * _TASKS_PER_WORKER)
+
+    def run_task(task: int, worker: int) -> None:
+        first, end = total * task // num_tasks, total * (task + 1) // num_tasks
+        run(low + first, low + end, scratch[worker])
+
+    parallel_for(run_task, num_tasks, num_workers)
+
+
+def _floats(*shape: int) -> np.ndarray:
+    """Uninitialised float32, on a cache line's boundary: vectors then never straddle two."""
+    size = int(np.prod(shape)) * _FLOAT_BYTES
+    raw = np.empty(size + _ALIGNMENT_BYTES, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT_BYTES
+    return raw[start : start + size].view(np.float32).reshape(shape)
+
+
+def _cast_bytes(*tensors: Tensor) -> int:
+    """Bytes of float32 copies of the tensors that have another dtype."""
+    return sum(t.numel() * _FLOAT_BYTES for t in tensors if t.dtype != torch.float32)
+
+
+def _check_workspace(limit: int, floor: int, largest: str) -> None:
+    if limit < floor:
+        raise ValueError(
+            f"workspace_bytes={limit} is below the floor of {floor} bytes, {largest} among them"
+        )

@@ -86,6 +86,8 @@ def from_dense(weight: Tensor, spec: TTSpec) -> tuple[list[Tensor], float]:
 
         spec = TTSpec.suggest(1000, 16, rank=8)
         cores, relative_error = from_dense(torch.randn(1000, 16), spec)
+        names = [f"embedding_bags.users.tt_cores.{k}" for k in range(3)]
+        ebc.load_state_dict(dict(zip(names, cores)), strict=False)   # a TTEmbeddingBagCollection
     """
     shape = (spec.num_embeddings, spec.embedding_dim)
     if not weight.is_floating_point():

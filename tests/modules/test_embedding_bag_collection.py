@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from ecorec_torchrec.modules import TTEmbeddingBagCollection, TTEmbeddingBagConfig
-from ecorec_torchrec.tt import TTSpec, to_dense
+from ecorec_torchrec.tt import TTSpec, from_dense, init_cores_, to_dense
 
 ROWS = {"users": 97, "movies": 60, "genders": 3}
 SPECS = {
@@ -330,6 +331,49 @@ def test_equal_random_state_gives_equal_cores() -> None:
             first.embedding_bags[name].tt_cores, second.embedding_bags[name].tt_cores, strict=True
         ):
             assert torch.equal(mine, theirs)
+
+
+def test_a_table_starts_from_one_seed_of_the_default_generator() -> None:
+    """What every placement of a table repeats, so that all of them start equal."""
+    torch.manual_seed(5)
+    seeds = [int(torch.randint(2**62, ())) for _ in SPECS]
+    torch.manual_seed(5)
+    ebc = TTEmbeddingBagCollection(_tables(), tt=SPECS)
+    for (name, spec), seed in zip(SPECS.items(), seeds, strict=True):
+        cores = [torch.empty(shape) for shape in spec.core_shapes]
+        init_cores_(cores, spec, generator=torch.Generator().manual_seed(seed))
+        for core, expected in zip(ebc.embedding_bags[name].tt_cores, cores, strict=True):
+            assert torch.equal(core, expected)
+
+
+def test_every_row_after_a_round_trip_through_a_file(tmp_path: Path) -> None:
+    """All rows looked up one by one equal the materialised table, before and after."""
+    trained = TTEmbeddingBagCollection(_tables(), tt=SPECS)
+    torch.save(trained.state_dict(), tmp_path / "state.pt")
+    loaded = TTEmbeddingBagCollection(_tables(), tt=SPECS)
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt"))
+    ids = torch.arange(97)
+    keys = ["user", "item", "gender", "shared"]
+    features = KeyedJaggedTensor(
+        keys, torch.cat([ids, ids % 60, ids % 3, ids]), lengths=torch.ones(4 * 97).int()
+    )
+    features.values()[-97:] %= 3
+    table = to_dense(list(trained.embedding_bags["users"].tt_cores), SPECS["users"])
+    for ebc in (trained, loaded):
+        torch.testing.assert_close(ebc(features)["user"], table)
+
+
+def test_start_from_a_pretrained_table() -> None:
+    weight = torch.randn(1000, 16)
+    spec = TTSpec.suggest(1000, 16, rank=10**6)
+    config = TTEmbeddingBagConfig(1000, 16, "pretrained", feature_names=["f"], tt=spec)
+    ebc = TTEmbeddingBagCollection([config])
+    cores, _ = from_dense(weight, spec)
+    names = [f"embedding_bags.pretrained.tt_cores.{k}" for k in range(3)]
+    ebc.load_state_dict(dict(zip(names, cores, strict=True)))
+    ids = torch.randint(1000, (64,))
+    rows = ebc(KeyedJaggedTensor(["f"], ids, lengths=torch.ones(64).int())).values()
+    assert (rows - weight[ids]).abs().max() < 1e-5
 
 
 def test_start_values_follow_the_table_config() -> None:

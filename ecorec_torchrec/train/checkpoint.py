@@ -30,6 +30,7 @@ class Progress:
         epoch: epoch that comes next or is under way, from 0.
         batches: global batches of that epoch that are done.
         steps: optimizer steps done.
+        tables: rows of every table.
         history: rows of `metrics.csv` so far.
         best: what is known of the best epoch so far.
         rng_states: random state of every rank (dropout goes on where it stopped).
@@ -38,6 +39,7 @@ class Progress:
     epoch: int = 0
     batches: int = 0
     steps: int = 0
+    tables: dict[str, int] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] = field(default_factory=dict)
     rng_states: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -99,15 +101,18 @@ def load_checkpoint(
     dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    progress = Progress(**torch.load(path / _PROGRESS_FILE, weights_only=True))
+    progress = read_progress(path)
     if len(progress.rng_states) == dist.get_world_size():
         _set_rng_state(progress.rng_states[dist.get_rank()])
     return progress
 
 
-def _state_dict(
-    model: DistributedModelParallel, optimizer: CombinedOptimizer
-) -> dict[str, Any]:
+def read_progress(path: Path) -> Progress:
+    """How far the run of a checkpoint had come."""
+    return Progress(**torch.load(path / _PROGRESS_FILE, weights_only=True))
+
+
+def _state_dict(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> dict[str, Any]:
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 

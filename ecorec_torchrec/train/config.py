@@ -212,7 +212,7 @@ class OptimizerConfig:
     """Term in the denominator (not used by sgd)."""
 
     weight_decay: float = 0.0
-    """L2 penalty; decoupled for adamw."""
+    """Weight decay, in the manner of the optimizer."""
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "weight_decay"):

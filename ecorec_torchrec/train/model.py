@@ -12,7 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mlp import MLP
 
 from ecorec_torchrec.modules import TTEmbeddingBagCollection
-from ecorec_torchrec.train.config import ModelConfig, OptimConfig, TrainConfig, TTConfig
+from ecorec_torchrec.train.config import ModelConfig, TrainConfig, TTConfig
 from ecorec_torchrec.train.data import RankBatch, Schema
 from ecorec_torchrec.train.optimizers import attach_table_optimizers
 from ecorec_torchrec.tt import TTSpec
@@ -82,11 +82,16 @@ def tt_specs(config: TTConfig, schema: Schema, embedding_dim: int) -> dict[str, 
     return specs
 
 
-def build_model(config: TrainConfig, schema: Schema, variant: Variant) -> RankingModel:
+def build_model(
+    config: TrainConfig, schema: Schema, variant: Variant, specs: dict[str, TTSpec]
+) -> RankingModel:
     """The unsharded model: tables on the meta device, MLPs on the CPU, optimizers attached.
 
-    Raises:
-        ValueError: see `tt_specs`.
+    Args:
+        config: of the run.
+        schema: of the data.
+        variant: `folded_rows` sets the sizes of the hashing twin's tables.
+        specs: shapes of the tables that are TT.
     """
     tables = [
         EmbeddingBagConfig(
@@ -98,7 +103,6 @@ def build_model(config: TrainConfig, schema: Schema, variant: Variant) -> Rankin
         )
         for feature in schema.sparse
     ]
-    specs = tt_specs(config.tt, schema, config.model.embedding_dim) if variant.uses_tt else {}
     return RankingModel(_dlrm(_collection(tables, specs, config), config.model, len(schema.dense)))
 
 

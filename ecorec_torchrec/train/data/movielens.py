@@ -21,10 +21,27 @@ _NUM_AGES = 100
 _FIRST_YEAR, _NUM_YEARS, _MEDIAN_YEAR = 1900, 128, 1995
 _NUM_ID_ROWS = 10_000
 _NUM_ZIP_ROWS = 1000
-_GROUPLENS_GENRES = (
-    "unknown Action Adventure Animation Children's Comedy Crime Documentary Drama Fantasy "
-    "Film-Noir Horror Musical Mystery Romance Sci-Fi Thriller War Western"
-).split()
+_GROUPLENS_GENRES = [
+    "unknown",
+    "Action",
+    "Adventure",
+    "Animation",
+    "Children's",
+    "Comedy",
+    "Crime",
+    "Documentary",
+    "Drama",
+    "Fantasy",
+    "Film-Noir",
+    "Horror",
+    "Musical",
+    "Mystery",
+    "Romance",
+    "Sci-Fi",
+    "Thriller",
+    "War",
+    "Western",
+]
 
 
 @dataclass

@@ -1,0 +1,22 @@
+"""`ecorec bench`: one sub-command per measurement, each a module of `ecorec_torchrec.bench`."""
+
+from __future__ import annotations
+
+import importlib
+
+_BENCHMARKS = {
+    "quality": ("ecorec_torchrec.cli.bench_quality", "test AUC over seeds, with controls"),
+}
+
+
+def run(arguments: list[str]) -> None:
+    name = arguments[0] if arguments else ""
+    usage = "usage: ecorec bench BENCHMARK [OPTIONS]\n\n" + "\n".join(
+        f"  {name:<12} {summary}" for name, (_, summary) in _BENCHMARKS.items()
+    )
+    if name in ("", "-h", "--help"):
+        print(usage)
+        return
+    if name not in _BENCHMARKS:
+        raise ValueError(f"no benchmark {name!r}; there are {', '.join(_BENCHMARKS)}")
+    importlib.import_module(_BENCHMARKS[name][0]).run(arguments[1:])

@@ -1,0 +1,38 @@
+"""`ecorec plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ecorec_torchrec.cli.options import parse_options
+from ecorec_torchrec.train.config import TrainConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class PlanOptions(TrainConfig):
+    """Show the plan that `ecorec train` would use for a configuration, without training.
+
+    Takes the options of `ecorec train`; `--nproc` is the number of ranks planned for.
+    """
+
+    out: str | None = None
+    """Also write the plan to this file, for `ecorec train --plan.file`."""
+
+
+def run(arguments: list[str]) -> None:
+    options = parse_options(PlanOptions, arguments, command="plan")
+    from ecorec_torchrec.plan import save_plan
+    from ecorec_torchrec.train.data import load_dataset
+    from ecorec_torchrec.train.model import DENSE, TT
+    from ecorec_torchrec.train.placement import make_topology, plan_model
+    from ecorec_torchrec.train.report import print_plan
+
+    schema = load_dataset(options.data, options.seed).schema
+    device_type = "cuda" if options.train.device == "cuda" else "cpu"
+    topology = make_topology(options, device_type, options.nproc)
+    variant = TT if options.tt.tables else DENSE
+    planned = plan_model(options, schema, variant, topology)
+    print_plan(planned.plan, planned.model, f"Plan of {options.name} for {options.nproc} ranks")
+    if options.out is not None:
+        save_plan(planned.plan, options.out, world_size=options.nproc)
+        print(f"written to {options.out}")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torchrec.distributed.sharding_plan import get_module_to_default_sharders
+from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
@@ -22,6 +24,7 @@ class ModelTable:
     Args:
         num_embeddings: N.
         embedding_dim: D.
+        dtype: storage type of a dense weight or of the TT cores.
         tt: the shape that the model gives it (`TTEmbeddingBagConfig.tt`, or the `tt=` argument of
             `TTEmbeddingBagCollection`); None for a dense table.
         has_cores: the module holds TT cores, so the table cannot be planned dense any more.
@@ -29,6 +32,7 @@ class ModelTable:
 
     num_embeddings: int
     embedding_dim: int
+    dtype: torch.dtype
     tt: TTSpec | None
     has_cores: bool
 
@@ -49,14 +53,18 @@ def model_tables(model: nn.Module) -> dict[str, dict[str, ModelTable]]:
     def visit(path: str, module: nn.Module) -> None:
         sharder = sharders.get(type(module))
         if sharder is not None:
-            shapes = {name: p.shape for name, p in sharder.shardable_parameters(module).items()}
+            weights = sharder.shardable_parameters(module).items()
+            sizes = {name: (*weight.shape, weight.dtype) for name, weight in weights}
         else:
-            shapes = {c.name: (c.num_embeddings, c.embedding_dim) for c in _configs(module)}
-        if shapes:
-            specs = module_specs(module)
+            sizes = {
+                c.name: (c.num_embeddings, c.embedding_dim, data_type_to_dtype(c.data_type))
+                for c in _configs(module)
+            }
+        if sizes:
+            specs, cores = module_specs(module), core_specs(module)
             found[path] = {
-                name: ModelTable(rows, columns, specs.get(name), has_tt_cores(module, name))
-                for name, (rows, columns) in shapes.items()
+                name: ModelTable(rows, columns, dtype, specs.get(name), name in cores)
+                for name, (rows, columns, dtype) in sizes.items()
             }
             return
         for name, child in module.named_children():
@@ -69,15 +77,12 @@ def model_tables(model: nn.Module) -> dict[str, dict[str, ModelTable]]:
 def module_specs(module: nn.Module) -> dict[str, TTSpec]:
     """The TT shapes that `module` gives to its tables, by table name; dense tables are left out."""
     specs = {config.name: getattr(config, "tt", None) for config in _configs(module)}
-    return {name: spec for name, spec in specs.items() if spec is not None}
+    return {name: spec for name, spec in specs.items() if spec is not None} | core_specs(module)
 
 
-def has_tt_cores(module: nn.Module, table: str) -> bool:
-    """Whether `module` holds `table` as TT cores already (rather than as a dense weight)."""
-    tables = getattr(module, "embedding_bags", None) or getattr(module, "embeddings", None)
-    if not isinstance(tables, nn.ModuleDict) or table not in tables:
-        return False
-    return hasattr(tables[table], "tt_cores")
+def core_specs(module: nn.Module) -> dict[str, TTSpec]:
+    """The shapes of the tables that `module` holds as TT cores already, not as a dense weight."""
+    return dict(getattr(module, "tt_specs", {}))
 
 
 def _configs(module: nn.Module) -> list[Any]:

@@ -1,1 +1,20 @@
-"""To be written."""
+"""Per table dense or TT, which rank, which sharding: extends `EmbeddingShardingPlanner`."""
+
+from .constraints import EcoRecConstraints
+from .enumerator import EcoRecEnumerator
+from .estimators import EcoRecPerfEstimator, EcoRecStorageEstimator
+from .partitioner import EcoRecPartitioner
+from .planner import EcoRecPlanner
+from .report import PlanReport, RankReport, TableReport
+
+__all__ = [
+    "EcoRecConstraints",
+    "EcoRecEnumerator",
+    "EcoRecPartitioner",
+    "EcoRecPerfEstimator",
+    "EcoRecPlanner",
+    "EcoRecStorageEstimator",
+    "PlanReport",
+    "RankReport",
+    "TableReport",
+]

@@ -1,0 +1,50 @@
+"""What a user may demand of the plan of one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchrec.distributed.planner.types import ParameterConstraints
+
+TT_MODES = ("auto", "always", "never")
+
+
+@dataclass
+class EcoRecConstraints(ParameterConstraints):
+    """TorchRec's `ParameterConstraints`, and whether the table may be compressed.
+
+    Compression loses accuracy, so a plain dense table becomes TT only where `tt_ranks` allows it.
+    A table whose config has a TT shape of its own keeps that shape.
+
+    Args:
+        tt: "auto" keeps the table dense where it fits and compresses it where it does not;
+            "always" compresses it; "never" keeps it dense.
+        tt_ranks: the TT ranks that the planner may choose from, for a table without a shape of its
+            own. The highest that fits is taken.
+
+    Raises:
+        ValueError: `tt` is none of the three, or a rank is below 1.
+
+    Example::
+
+        constraints = {
+            "users": EcoRecConstraints(tt_ranks=(16, 32, 64), pooling_factors=[1.0]),
+            "countries": EcoRecConstraints(tt="never", sharding_types=["data_parallel"]),
+        }
+        EcoRecPlanner(topology, constraints=constraints)
+    """
+
+    tt: str = field(default="auto", kw_only=True)
+    tt_ranks: tuple[int, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.tt_ranks = tuple(self.tt_ranks)
+        if self.tt not in TT_MODES:
+            raise ValueError(f"tt={self.tt!r} is none of {', '.join(map(repr, TT_MODES))}")
+        if any(not isinstance(rank, int) or rank < 1 for rank in self.tt_ranks):
+            raise ValueError(f"tt_ranks={self.tt_ranks} must be integers of at least 1")
+        if self.tt == "never" and self.tt_ranks:
+            raise ValueError(f"tt='never' contradicts tt_ranks={self.tt_ranks}")
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.tt, self.tt_ranks))

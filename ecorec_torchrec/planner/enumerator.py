@@ -1,0 +1,270 @@
+"""The space of options of a model: TorchRec's for dense tables, and TT shapes where allowed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    ShardEstimator,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.types import ModuleSharder, ShardingType
+
+from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
+from ecorec_torchrec.plan.file_entries import TT_SHARDING_TYPES, WHY_TT_IS_NOT_CUT
+from ecorec_torchrec.plan.tables import core_specs, module_specs
+from ecorec_torchrec.tt import TTSpec
+
+from .constraints import EcoRecConstraints
+from .estimators import EcoRecPerfEstimator, EcoRecStorageEstimator
+from .options import TTShardingOption, tt_of
+
+_HOST_KERNELS = (
+    EmbeddingComputeKernel.FUSED_UVM.value,
+    EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
+)
+_SHARDING_ORDER = {sharding_type.value: i for i, sharding_type in enumerate(ShardingType)}
+
+
+@dataclass(frozen=True)
+class PlannedTable:
+    """A table to be planned, and in which forms it may be stored.
+
+    Args:
+        path, name: where it is in the model.
+        weight: its (meta) N x D weight.
+        sharder: the sharder of its module.
+        specs: the TT shapes that it may have, the largest first.
+        dense: whether it may be dense.
+        fixed: the only shape in `specs` is the model's own.
+    """
+
+    path: str
+    name: str
+    weight: torch.Tensor
+    sharder: ModuleSharder[nn.Module]
+    specs: tuple[TTSpec, ...]
+    dense: bool
+    fixed: bool
+
+    @property
+    def fqn(self) -> str:
+        return f"{self.path}.{self.name}"
+
+
+class EcoRecEnumerator(EmbeddingEnumerator):
+    """TorchRec's `EmbeddingEnumerator`, and one option per TT shape and TT sharding type.
+
+    A table with a shape of its own (`TTEmbeddingBagConfig.tt`, or `tt=` of
+    `TTEmbeddingBagCollection`) gets that shape and no dense option; a table that is allowed
+    `tt_ranks` gets a suggested shape per rank. The options are in the model's order, so equal input
+    gives an equal plan.
+
+    A table that may be TT is not offered host memory behind the GPU (`fused_uvm`,
+    `fused_uvm_caching`) unless its constraint names these kernels.
+
+    Args:
+        topology, batch_size, constraints, estimator, use_exact_enumerate_order: as TorchRec's.
+        max_rank: TT ranks above it are lowered to it, those of the model's own shapes too; what
+            the planner tries when it looks for a cure.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        estimator: ShardEstimator | list[ShardEstimator] | None = None,
+        use_exact_enumerate_order: bool | None = False,
+        *,
+        max_rank: int | None = None,
+    ) -> None:
+        super().__init__(
+            topology,
+            batch_size,
+            constraints,
+            estimator
+            or [
+                EcoRecPerfEstimator(topology=topology, constraints=constraints),
+                EcoRecStorageEstimator(topology=topology, constraints=constraints),
+            ],
+            use_exact_enumerate_order,
+        )
+        self._max_rank = max_rank
+        self.kept: Mapping[str, TTSpec | None] | None = None
+        """Fully qualified table name -> its one form (a TT shape, or None for dense)."""
+
+    def enumerate(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> list[ShardingOption]:
+        """All options, or those of the forms in `kept`.
+
+        Raises:
+            PlannerError: the constraints leave a table no option; the message names both.
+        """
+        tables = {table.fqn: table for table in self.tables(module, sharders)}
+        self._warn_of_unknown_tables({table.name for table in tables.values()})
+        for table in tables.values():
+            self._check(table)
+        options = [
+            option
+            for stock in super().enumerate(module, sharders)
+            for option in _in_allowed_forms(stock, tables[stock.fqn], self._constraint(stock.name))
+        ]
+        order = {fqn: i for i, fqn in enumerate(tables)}
+        options.sort(key=lambda option: (order[option.fqn], *_order_within_table(option)))
+        self.populate_estimates(options)
+        self._last_stored_search_space = copy.deepcopy(options)
+        if self.kept is None:
+            return options
+        return [option for option in options if self.kept[option.fqn] == tt_of(option)]
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """As TorchRec's; a TT option without a shape is only a template and is left out."""
+        super().populate_estimates(
+            [
+                option
+                for option in sharding_options
+                if option.compute_kernel != TT_COMPUTE_KERNEL or tt_of(option) is not None
+            ]
+        )
+
+    def tables(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> Iterator[PlannedTable]:
+        """The tables that the sharders take, in the model's order."""
+        by_type = {sharder_name(sharder.module_type): sharder for sharder in sharders}
+
+        def visit(path: str, child: nn.Module) -> Iterator[PlannedTable]:
+            sharder = by_type.get(sharder_name(type(child)))
+            if sharder is None:
+                for name, grandchild in child.named_children():
+                    yield from visit(f"{path}.{name}" if path else name, grandchild)
+                return
+            own, cores = module_specs(child), core_specs(child)
+            for name, weight in sharder.shardable_parameters(child).items():
+                specs, dense = self._forms(name, weight, own.get(name), name in cores)
+                yield PlannedTable(path, name, weight, sharder, specs, dense, name in own)
+
+        yield from visit("", module)
+
+    def _forms(
+        self, name: str, weight: torch.Tensor, own: TTSpec | None, has_cores: bool
+    ) -> tuple[tuple[TTSpec, ...], bool]:
+        """The TT shapes that a table may have, and whether it may be dense."""
+        constraint = self._constraint(name)
+        if own is not None:
+            if constraint.tt == "never" and has_cores:
+                raise _impossible(name, "tt='never', but the model holds it as TT cores")
+            if constraint.tt_ranks:
+                warnings.warn(
+                    f"table {name!r}: tt_ranks={constraint.tt_ranks} is ignored, the model gives "
+                    f"it the shape {own}",
+                    stacklevel=2,
+                )
+            return ((), True) if constraint.tt == "never" else ((self._lowered(own),), False)
+        if constraint.tt == "always" and not constraint.tt_ranks:
+            raise _impossible(
+                name, "tt='always', but neither tt_ranks nor the model's config gives it a shape"
+            )
+        rows, columns = weight.shape
+        suggested = {
+            self._lowered(TTSpec.suggest(rows, columns, rank=rank)) for rank in constraint.tt_ranks
+        }
+        specs = tuple(sorted(suggested, key=lambda spec: (-spec.num_parameters, spec.ranks)))
+        return specs, constraint.tt != "always"
+
+    def _lowered(self, spec: TTSpec) -> TTSpec:
+        if self._max_rank is None or max(spec.ranks) <= self._max_rank:
+            return spec
+        ranks = tuple(min(rank, self._max_rank) for rank in spec.ranks)
+        return TTSpec(spec.num_embeddings, spec.row_factors, spec.col_factors, ranks)
+
+    def _constraint(self, name: str) -> EcoRecConstraints:
+        """The constraint of a table; TorchRec's own kind says nothing about TT."""
+        constraint = (self._constraints or {}).get(name)
+        if isinstance(constraint, EcoRecConstraints):
+            return constraint
+        stock = {} if constraint is None else vars(constraint)
+        return EcoRecConstraints(**stock)
+
+    def _check(self, table: PlannedTable) -> None:
+        """Refuses a table that would have no option, before TorchRec does so without a reason."""
+        constraint, device = self._constraint(table.name), self._compute_device
+        offered = table.sharder.sharding_types(device)
+        kernels = [
+            (sharding_type, kernel)
+            for sharding_type in offered
+            if sharding_type in (constraint.sharding_types or offered)
+            for kernel in table.sharder.compute_kernels(sharding_type, device)
+            if kernel in (constraint.compute_kernels or [kernel])
+        ]
+        limits = (
+            f"sharding_types={constraint.sharding_types} and "
+            f"compute_kernels={constraint.compute_kernels}"
+        )
+        can_be_dense = table.dense and any(kernel != TT_COMPUTE_KERNEL for _, kernel in kernels)
+        if not table.specs:
+            if not can_be_dense:
+                raise _impossible(
+                    table.name, f"{limits}; on {device}, its sharder offers {', '.join(offered)}"
+                )
+            return
+        sharder = type(table.sharder).__name__
+        if not any(TT_COMPUTE_KERNEL in table.sharder.compute_kernels(t, device) for t in offered):
+            reason = f"{sharder} shards no TT tables: plan with get_ecorec_sharders()"
+            if not can_be_dense:
+                raise _impossible(table.name, reason)
+            warnings.warn(f"table {table.name!r}: tt_ranks is ignored, {reason}", stacklevel=3)
+        elif not can_be_dense and not any(kernel == TT_COMPUTE_KERNEL for _, kernel in kernels):
+            raise _impossible(table.name, f"{limits}, and it is a TT table; {WHY_TT_IS_NOT_CUT}")
+
+    def _warn_of_unknown_tables(self, names: set[str]) -> None:
+        unknown = sorted(set(self._constraints or {}) - names)
+        if unknown:
+            warnings.warn(
+                f"constraints for {', '.join(unknown)} are ignored: no such table to shard",
+                stacklevel=3,
+            )
+
+
+def _in_allowed_forms(
+    stock: ShardingOption, table: PlannedTable, constraint: EcoRecConstraints
+) -> list[ShardingOption]:
+    """What one of TorchRec's options becomes: itself, one per TT shape, or nothing."""
+    if isinstance(stock, TTShardingOption):  # from the enumerator's cache
+        return [stock]
+    if stock.compute_kernel == TT_COMPUTE_KERNEL:
+        if stock.sharding_type not in TT_SHARDING_TYPES:
+            return []
+        return [TTShardingOption.of(stock, spec) for spec in table.specs]
+    spilled = stock.compute_kernel in _HOST_KERNELS
+    if spilled and table.specs and stock.compute_kernel not in (constraint.compute_kernels or []):
+        return []
+    return [stock] if table.dense else []
+
+
+def _order_within_table(option: ShardingOption) -> tuple[int, int, str]:
+    """Dense first, then the largest shape; TorchRec's own order depends on string hashes."""
+    tt = tt_of(option)
+    size = 0 if tt is None else -tt.num_parameters
+    form = 0 if tt is None else 1
+    return form, size, f"{_SHARDING_ORDER[option.sharding_type]:02d} {option.compute_kernel}"
+
+
+def _impossible(table: str, reason: str) -> PlannerError:
+    return PlannerError(
+        f"table {table!r} has no sharding option: {reason}", PlannerErrorType.STRICT_CONSTRAINTS
+    )

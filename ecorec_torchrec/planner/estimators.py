@@ -1,0 +1,208 @@
+"""Predicted memory and time of sharding options, with what TorchRec's estimators leave out.
+
+Times are in milliseconds, bandwidths in bytes per millisecond, as in TorchRec's `Topology`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torchrec.optim as torchrec_optim
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.shard_estimators import (
+    EmbeddingPerfEstimator,
+    EmbeddingStorageEstimator,
+    get_num_poolings,
+)
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Perf,
+    SharderDataMap,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+from torchrec.distributed.types import ShardingType
+
+from ecorec_torchrec.lookup.optimizers import OptimizerSpec
+
+from .options import TTShardingOption
+from .tt_work import TTWork
+
+# Operations that a device does while its main memory moves one byte: single precision peak over
+# bandwidth of V100 17, A100 13, H200 14, servers with DDR4 about 10 to 20. TorchRec's Topology
+# knows the bandwidth only.
+FLOPS_PER_BYTE = 14.0
+
+_STATE_BYTES = 4
+_FUSED_KERNELS = (
+    EmbeddingComputeKernel.FUSED.value,
+    EmbeddingComputeKernel.FUSED_UVM.value,
+    EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
+)
+
+
+class EcoRecPerfEstimator(EmbeddingPerfEstimator):
+    """TorchRec's `EmbeddingPerfEstimator`, and the time of TT lookups.
+
+    Collectives of a TT table are TorchRec's: those of a dense table with the same outputs, or, data
+    parallel, with as many bytes to reduce as the cores have. Compute is the larger of memory time
+    and arithmetic time of `TTWork` over the topology's bandwidth and `FLOPS_PER_BYTE`.
+    """
+
+    def estimate(
+        self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
+    ) -> None:
+        tt = [option for option in sharding_options if isinstance(option, TTShardingOption)]
+        dense = [option for option in sharding_options if not isinstance(option, TTShardingOption)]
+        stand_ins = [option.dense_stand_in() for option in tt]
+        super().estimate(dense + stand_ins, sharder_data_map)
+        for option, stand_in in zip(tt, stand_ins, strict=True):
+            option.is_weighted = stand_in.is_weighted
+            lookups = lookups_per_rank(option, self._constraints, self._topology)
+            work = TTWork.of(option.tt, lookups)
+            for shard, like in zip(option.shards, stand_in.shards, strict=True):
+                shard.perf = Perf(
+                    fwd_compute=_time_ms(work.forward_flops, work.forward_bytes, self._topology),
+                    fwd_comms=like.perf.fwd_comms,
+                    bwd_compute=_time_ms(work.backward_flops, work.backward_bytes, self._topology),
+                    bwd_comms=like.perf.bwd_comms,
+                    input_dist_comms=like.perf.input_dist_comms,
+                )
+
+
+class EcoRecStorageEstimator(EmbeddingStorageEstimator):
+    """TorchRec's `EmbeddingStorageEstimator` with the true size of TT tables.
+
+    Takes the place of the N x D that TorchRec charges: the cores, their gradients, the state of the
+    optimizer in use, the workspace of the lookup and the index plan. Dense tables are charged two
+    things that TorchRec leaves out: the state of an optimizer that is named in the sharder's
+    `fused_params`, and gradient and optimizer state of data-parallel tables. Where no optimizer is
+    known, a table that needs one is charged for Adam's two states.
+    """
+
+    def estimate(
+        self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
+    ) -> None:
+        for option in sharding_options:
+            fused_params = sharder_data_map[option.module_type_key].fused_params
+            if isinstance(option, TTShardingOption):
+                self._estimate_tt(option, fused_params, sharder_data_map)
+            else:
+                self._estimate_dense(option, fused_params, sharder_data_map)
+
+    def _estimate_tt(
+        self,
+        option: TTShardingOption,
+        fused_params: Mapping[str, Any],
+        sharder_data_map: SharderDataMap,
+    ) -> None:
+        spec, dtype = option.tt, option.tensor.dtype
+        stand_in = option.dense_stand_in()
+        super().estimate([stand_in], sharder_data_map)
+        work = TTWork.of(spec, lookups_per_rank(option, self._constraints, self._topology))
+        workspace = min(work.workspace_bytes, fused_params.get("workspace_bytes") or math.inf)
+        cores = spec.nbytes(dtype)
+        held = cores if self._is_inference else 2 * cores + _tt_state_bytes(option, fused_params)
+        missing = held + int(workspace) + work.index_plan_bytes - _weight_bytes(stand_in.tensor)
+        for shard, like in zip(option.shards, stand_in.shards, strict=True):
+            shard.storage = like.storage + self._in_main_memory(missing)
+
+    def _estimate_dense(
+        self,
+        option: ShardingOption,
+        fused_params: Mapping[str, Any],
+        sharder_data_map: SharderDataMap,
+    ) -> None:
+        stand_in = option
+        optimizer = optimizer_class(option, fused_params)
+        if optimizer is not None and option.compute_kernel in _FUSED_KERNELS:
+            stand_in = copy.copy(option)
+            stand_in._tensor = torch.empty_like(option.tensor, device="meta")
+            stand_in._tensor._optimizer_classes = [optimizer]
+        super().estimate([stand_in], sharder_data_map)  # the shards are those of `option`
+        data_parallel = option.sharding_type == ShardingType.DATA_PARALLEL.value
+        if data_parallel and not self._is_inference:
+            known = hasattr(option.tensor, "_optimizer_classes")  # then TorchRec charges its state
+            state = 0 if known else _state_bytes(option.tensor.shape, optimizer)
+            for shard in option.shards:
+                shard.storage += self._in_main_memory(_weight_bytes(option.tensor) + state)
+
+    def _in_main_memory(self, num_bytes: int) -> Storage:
+        on_host = self._topology.compute_device == "cpu"
+        return Storage(hbm=0 if on_host else num_bytes, ddr=num_bytes if on_host else 0)
+
+
+def lookups_per_rank(
+    option: ShardingOption,
+    constraints: Mapping[str, ParameterConstraints] | None,
+    topology: Topology,
+) -> float:
+    """Ids that a rank looks up per step: of the global batch, or of its own if data-parallel."""
+    constraint = (constraints or {}).get(option.name)
+    batch_sizes = (constraint.batch_sizes if constraint else None) or (
+        [option.batch_size] * option.num_inputs
+    )
+    poolings = get_num_poolings(constraints, option)
+    local = sum(
+        length * count * batch_size
+        for length, count, batch_size in zip(
+            option.input_lengths, poolings, batch_sizes, strict=True
+        )
+    )
+    data_parallel = option.sharding_type == ShardingType.DATA_PARALLEL.value
+    return local if data_parallel else local * topology.world_size
+
+
+def optimizer_class(
+    option: ShardingOption, fused_params: Mapping[str, Any]
+) -> type[torch.optim.Optimizer] | None:
+    """The optimizer of a table, as far as model and sharder tell; None when they do not.
+
+    `apply_optimizer_in_backward` marks the parameters; else `fused_params` name an optimizer.
+    """
+    tables = getattr(option.module[1], "embedding_bags", {})
+    cores = getattr(tables[option.name], "tt_cores", []) if option.name in tables else []
+    for parameter in (option.tensor, *cores):
+        classes = getattr(parameter, "_optimizer_classes", None)
+        if classes:
+            return classes[0]
+    try:
+        spec = OptimizerSpec.from_fused_params(option.name, fused_params)
+    except ValueError:  # one that only FBGEMM knows
+        return torch.optim.Adam
+    return spec.cls if spec is not None else None
+
+
+def _tt_state_bytes(option: TTShardingOption, fused_params: Mapping[str, Any]) -> int:
+    optimizer = optimizer_class(option, fused_params)
+    return sum(_state_bytes(_as_rows(shape), optimizer) for shape in option.tt.core_shapes)
+
+
+def _as_rows(core_shape: tuple[int, ...]) -> tuple[int, int]:
+    return core_shape[0], math.prod(core_shape[1:])
+
+
+def _state_bytes(shape: tuple[int, ...], optimizer: type[torch.optim.Optimizer] | None) -> int:
+    rows, columns = shape
+    if optimizer in (torch.optim.SGD, torchrec_optim.SGD):
+        return 0
+    if optimizer is torchrec_optim.RowWiseAdagrad:
+        return _STATE_BYTES * rows
+    if optimizer in (torch.optim.Adagrad, torchrec_optim.Adagrad):
+        return _STATE_BYTES * rows * columns
+    return 2 * _STATE_BYTES * rows * columns
+
+
+def _weight_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _time_ms(flops: float, num_bytes: float, topology: Topology) -> float:
+    on_host = topology.compute_device == "cpu"
+    bandwidth = topology.ddr_mem_bw if on_host else topology.hbm_mem_bw
+    return max(num_bytes, flops / FLOPS_PER_BYTE) / bandwidth

@@ -1,0 +1,66 @@
+"""A sharding option that knows its TT shape."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+
+import torch
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.types import Shard, ShardingOption
+from torchrec.distributed.types import ShardingType
+
+from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
+from ecorec_torchrec.tt import TTSpec
+
+
+class TTShardingOption(ShardingOption):
+    """A TorchRec `ShardingOption` of a table stored as TT cores of the shape `tt`.
+
+    Its shards are those of the dense table, as TorchRec's plans want them; `storage` and `perf` are
+    the cores'.
+    """
+
+    tt: TTSpec
+
+    @classmethod
+    def of(cls, template: ShardingOption, tt: TTSpec) -> TTShardingOption:
+        """A copy of a `customized_kernel` option, with a shape."""
+        assert template.compute_kernel == TT_COMPUTE_KERNEL
+        option = cls.__new__(cls)
+        option.__dict__.update(copy.deepcopy(template).__dict__)
+        option.tt = tt
+        return option
+
+    def dense_stand_in(self) -> ShardingOption:
+        """A dense table of the same columns and of about as many bytes as the cores.
+
+        What TorchRec's estimators say of its inputs, outputs and collectives holds for the TT
+        table: the same ids and pooled rows travel, and data-parallel ranks reduce as many bytes.
+        """
+        rows = -(-self.tt.num_parameters // self.tt.embedding_dim)
+        option = copy.copy(self)
+        option.__class__ = ShardingOption
+        option._tensor = torch.empty(
+            rows, self.tt.embedding_dim, dtype=self.tensor.dtype, device="meta"
+        )
+        option.compute_kernel = (
+            EmbeddingComputeKernel.DENSE.value
+            if self.sharding_type == ShardingType.DATA_PARALLEL.value
+            else EmbeddingComputeKernel.FUSED.value
+        )
+        option.shards = [Shard([rows, self.tt.embedding_dim], [0, 0]) for _ in self.shards]
+        return option
+
+    def storage_hash(self) -> int:
+        """As TorchRec's, which tells the options of a stored plan apart, and the shape."""
+        text = f"{super().storage_hash()}|{self.tt}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.tt))
+
+
+def tt_of(option: ShardingOption) -> TTSpec | None:
+    """The TT shape of an option, None for a dense one."""
+    return option.tt if isinstance(option, TTShardingOption) else None

@@ -1,0 +1,272 @@
+"""What a plan does, as a table for people."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardingType
+
+from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
+from ecorec_torchrec.plan.tables import ModelTable, model_tables
+from ecorec_torchrec.tt import TTSpec
+
+from .partitioner import main_memory_bytes
+
+
+@dataclass(frozen=True)
+class TableReport:
+    """One table of a plan.
+
+    Args:
+        module, name: where it is in the model.
+        kernel: `tt` or TorchRec's compute kernel.
+        sharding: TorchRec's sharding type.
+        ranks: where its shards lie.
+        num_embeddings, embedding_dim: N and D.
+        dense_bytes: of the N x D weight.
+        stored_bytes: of one copy as planned: of all cores for a TT table.
+        weight_bytes: rank -> bytes of its shards.
+        tt: the shape of the cores.
+    """
+
+    module: str
+    name: str
+    kernel: str
+    sharding: str
+    ranks: tuple[int, ...]
+    num_embeddings: int
+    embedding_dim: int
+    dense_bytes: int
+    stored_bytes: int
+    weight_bytes: dict[int, int]
+    tt: TTSpec | None
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than dense."""
+        return self.dense_bytes / self.stored_bytes
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank of a plan.
+
+    Args:
+        weight_bytes: the tables' weights and cores on it.
+        needed_bytes: predicted, with gradients, optimizer state, lookups and the tables' share of
+            inputs and outputs; None for a plan that no planner made.
+        cap_bytes: what the rank has for tables.
+        step_ms: predicted time of the tables' lookups and collectives.
+    """
+
+    rank: int
+    weight_bytes: int
+    needed_bytes: int | None = None
+    cap_bytes: int | None = None
+    step_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan as tables and ranks; `print()` shows it.
+
+    Example::
+
+        report = PlanReport.of(plan, model)
+        report.dense_bytes / report.stored_bytes    # the saving over all tables
+        report.print()
+    """
+
+    tables: tuple[TableReport, ...]
+    ranks: tuple[RankReport, ...]
+
+    @classmethod
+    def of(
+        cls,
+        plan: ShardingPlan,
+        model: nn.Module,
+        *,
+        options: Sequence[ShardingOption] = (),
+        capacity: Topology | None = None,
+    ) -> PlanReport:
+        """Describes a plan of the (not yet sharded) model.
+
+        Args:
+            plan: any plan, of a planner, a file or by hand.
+            model: as it was planned.
+            options: the options behind the plan, when a planner made it: they hold predictions.
+            capacity: the ranks, with what they have for tables.
+        """
+        known = model_tables(model)
+        tables = tuple(
+            _table_report(module, name, entry, known[module][name])
+            for module, module_plan in plan.plan.items()
+            for name, entry in module_plan.items()
+        )
+        num_ranks = capacity.world_size if capacity else 0
+        for table in tables:
+            num_ranks = max(num_ranks, *(rank + 1 for rank in table.weight_bytes))
+        ranks = tuple(_rank_report(r, tables, options, capacity) for r in range(num_ranks))
+        return cls(tables, ranks)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(table.dense_bytes for table in self.tables)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(table.stored_bytes for table in self.tables)
+
+    def print(self, file: IO[str] | None = None) -> None:
+        """Coloured on a terminal, plain text elsewhere."""
+        file = file or sys.stdout
+        if file.isatty():
+            console = Console(file=file)
+            console.print(_rich(_TABLE_HEADER, self._table_rows(), "tables"))
+            console.print(_rich(_RANK_HEADER, self._rank_rows(), "ranks"))
+        else:
+            file.write(self.text())
+
+    def text(self) -> str:
+        """Fixed-width text; the last line of the first table is the sum of the others."""
+        return _plain(_TABLE_HEADER, self._table_rows()) + _plain(_RANK_HEADER, self._rank_rows())
+
+    def _table_rows(self) -> list[list[str]]:
+        rows = [
+            [
+                f"{table.module}.{table.name}" if table.module else table.name,
+                table.kernel,
+                table.sharding,
+                _ranks(table.ranks),
+                f"{table.num_embeddings:,}",
+                f"{table.embedding_dim}",
+                f"{table.dense_bytes:,}",
+                f"{table.stored_bytes:,}",
+                f"{table.ratio:.1f}",
+                _shape(table.tt),
+            ]
+            for table in self.tables
+        ]
+        ratio = f"{self.dense_bytes / self.stored_bytes:.1f}" if self.stored_bytes else "-"
+        total = ["total", "", "", "", "", ""]
+        return [*rows, [*total, f"{self.dense_bytes:,}", f"{self.stored_bytes:,}", ratio, ""]]
+
+    def _rank_rows(self) -> list[list[str]]:
+        return [
+            [
+                str(rank.rank),
+                f"{rank.weight_bytes:,}",
+                "-" if rank.needed_bytes is None else f"{rank.needed_bytes:,}",
+                "-" if rank.cap_bytes is None else f"{rank.cap_bytes:,}",
+                "-" if rank.step_ms is None else f"{rank.step_ms:.3f}",
+            ]
+            for rank in self.ranks
+        ]
+
+
+_TABLE_HEADER = (
+    ("table", "<"), ("kernel", "<"), ("sharding", "<"), ("ranks", "<"), ("rows", ">"),
+    ("dim", ">"), ("dense bytes", ">"), ("stored bytes", ">"), ("ratio", ">"), ("TT shape", "<"),
+)  # fmt: skip
+_RANK_HEADER = (
+    ("rank", ">"), ("weight bytes", ">"), ("needed bytes", ">"), ("cap bytes", ">"),
+    ("predicted ms", ">"),
+)  # fmt: skip
+
+
+def _table_report(
+    module: str, name: str, entry: ParameterSharding, table: ModelTable
+) -> TableReport:
+    is_tt = entry.compute_kernel == TT_COMPUTE_KERNEL
+    tt = (getattr(entry, "tt", None) or table.tt) if is_tt else None
+    dense_bytes = table.num_embeddings * table.embedding_dim * table.dtype.itemsize
+    stored_bytes = tt.nbytes(table.dtype) if tt else dense_bytes
+    ranks = tuple(entry.ranks or ())
+    weight_bytes: dict[int, int] = {}
+    if tt or entry.sharding_type == ShardingType.DATA_PARALLEL.value:
+        weight_bytes = dict.fromkeys(ranks, stored_bytes)
+    else:
+        for rank, shard in zip(ranks, entry.sharding_spec.shards, strict=True):
+            size = shard.shard_sizes[0] * shard.shard_sizes[1] * table.dtype.itemsize
+            weight_bytes[rank] = weight_bytes.get(rank, 0) + size
+    return TableReport(
+        module=module,
+        name=name,
+        kernel="tt" if tt else entry.compute_kernel,
+        sharding=entry.sharding_type,
+        ranks=ranks,
+        num_embeddings=table.num_embeddings,
+        embedding_dim=table.embedding_dim,
+        dense_bytes=dense_bytes,
+        stored_bytes=stored_bytes,
+        weight_bytes=weight_bytes,
+        tt=tt,
+    )
+
+
+def _rank_report(
+    rank: int,
+    tables: Sequence[TableReport],
+    options: Sequence[ShardingOption],
+    capacity: Topology | None,
+) -> RankReport:
+    weight_bytes = sum(table.weight_bytes.get(rank, 0) for table in tables)
+    if not options or capacity is None:
+        return RankReport(rank, weight_bytes)
+    shards = [shard for option in options for shard in option.shards if shard.rank == rank]
+    return RankReport(
+        rank,
+        weight_bytes,
+        needed_bytes=sum(main_memory_bytes(shard.storage, capacity) for shard in shards),
+        cap_bytes=main_memory_bytes(capacity.devices[rank].storage, capacity),
+        step_ms=sum(shard.perf.total for shard in shards),
+    )
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    first_to_last = tuple(range(ranks[0], ranks[-1] + 1)) if ranks else ()
+    if len(ranks) > 2 and ranks == first_to_last:
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks))
+
+
+def _shape(tt: TTSpec | None) -> str:
+    if tt is None:
+        return ""
+    rows, columns, ranks = (
+        "x".join(map(str, n)) for n in (tt.row_factors, tt.col_factors, tt.ranks)
+    )
+    return f"p={rows} q={columns} r={ranks}"
+
+
+Header = Sequence[tuple[str, str]]
+
+
+def _plain(header: Header, rows: Sequence[Sequence[str]]) -> str:
+    lines = [[title for title, _ in header], *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    text = io.StringIO()
+    for line in lines:
+        cells = [
+            f"{cell:{align}{width}}"
+            for cell, (_, align), width in zip(line, header, widths, strict=True)
+        ]
+        text.write("  ".join(cells).rstrip() + "\n")
+    return text.getvalue() + "\n"
+
+
+def _rich(header: Header, rows: Sequence[Sequence[str]], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name, align in header:
+        table.add_column(name, justify="right" if align == ">" else "left")
+    for row in rows:
+        table.add_row(*row, style="bold" if row[0] == "total" else None)
+    return table

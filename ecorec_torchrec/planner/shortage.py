@@ -1,0 +1,219 @@
+"""The error when no plan fits: what each rank needs and has, and what would help, with numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+from torchrec.distributed.planner.storage_reservations import FixedAbsoluteStorageReservation
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+    Storage,
+    StorageReservation,
+    Topology,
+)
+from torchrec.distributed.planner.utils import reset_shard_rank
+from torchrec.distributed.types import ModuleSharder
+
+from .compression import Forms, PlacementCheck, least_compression, table_forms
+from .constraints import EcoRecConstraints
+from .enumerator import EcoRecEnumerator, PlannedTable
+from .partitioner import EcoRecPartitioner, main_memory_bytes
+
+_SUGGESTED_RANKS = (64, 32, 16, 8, 4)
+_MIB = 2**20
+_NO_LIMIT = Storage(hbm=2**62, ddr=2**62, ssd=2**62)
+
+
+@dataclass(frozen=True)
+class PlanningInputs:
+    """All that decides whether a plan exists, so that a change of it can be tried."""
+
+    module: nn.Module
+    sharders: list[ModuleSharder[nn.Module]]
+    topology: Topology
+    batch_size: int
+    constraints: Mapping[str, ParameterConstraints]
+    reservation: StorageReservation
+    partitioner: EcoRecPartitioner = field(default_factory=EcoRecPartitioner)
+    max_rank: int | None = None
+
+    def enumerator(self) -> EcoRecEnumerator:
+        return EcoRecEnumerator(
+            self.topology, self.batch_size, dict(self.constraints), max_rank=self.max_rank
+        )
+
+    def tables(self) -> list[PlannedTable]:
+        return list(self.enumerator().tables(self.module, self.sharders))
+
+    def forms(self) -> dict[str, Forms]:
+        options = self.enumerator().enumerate(self.module, self.sharders)
+        return table_forms(options, self.constraints, self.topology)
+
+    def capacity(self) -> Topology:
+        """The ranks with what they have for tables.
+
+        Raises:
+            PlannerError: the reservation leaves nothing.
+        """
+        return copy.deepcopy(self.reservation).reserve(
+            topology=self.topology,
+            batch_size=self.batch_size,
+            module=self.module,
+            sharders=self.sharders,
+            constraints=dict(self.constraints),
+        )
+
+    def fit(self) -> bool:
+        """Whether there is a plan with every table in its smallest form."""
+        try:
+            check = PlacementCheck(self.partitioner, self.capacity())
+            return check([forms[-1] for forms in self.forms().values()]) is not None
+        except PlannerError:
+            return False
+
+    def caps(self) -> list[int]:
+        return [main_memory_bytes(d.storage, self.topology) for d in self.topology.devices]
+
+    def with_cap(self, cap: int) -> PlanningInputs:
+        """The same with `cap` bytes of main memory on every rank."""
+        topology = copy.deepcopy(self.topology)
+        for device in topology.devices:
+            if topology.compute_device == "cpu":
+                device.storage.ddr = cap
+            else:
+                device.storage.hbm = cap
+        return replace(self, topology=topology)
+
+
+def shortage_error(inputs: PlanningInputs) -> PlannerError:
+    """The error for inputs that have no plan."""
+    need = _needed_bytes([forms[-1] for forms in inputs.forms().values()], inputs)
+    caps = inputs.caps()
+    try:
+        capacity = inputs.capacity()
+        have = [main_memory_bytes(device.storage, capacity) for device in capacity.devices]
+        reserved_by = ""
+    except PlannerError as error:
+        have = [0] * len(caps)
+        reserved_by = f"\n{type(inputs.reservation).__name__} leaves nothing: {error}"
+    lines = ["The tables do not fit, even with every table in its smallest allowed form."]
+    lines += ["  rank  need bytes        have bytes        (cap, less what is reserved)"]
+    lines += [
+        f"  {rank:>4}  {needed:<16,}  {left:<16,}  ({cap:,} - {cap - left:,})"
+        for rank, (needed, left, cap) in enumerate(zip(need, have, caps, strict=True))
+    ]
+    cures = list(_cures(inputs, need, have))
+    if cures:
+        lines += ["Cures, each of them enough:"]
+        lines += [f"  {number}) {cure}" for number, cure in enumerate(cures, start=1)]
+    return PlannerError("\n".join(lines) + reserved_by, PlannerErrorType.INSUFFICIENT_STORAGE)
+
+
+def _needed_bytes(forms: Sequence, inputs: PlanningInputs) -> list[int]:
+    """Bytes per rank of the smallest forms, spread evenly over ranks without a cap."""
+    topology = copy.deepcopy(inputs.topology)
+    for device in topology.devices:
+        device.storage = copy.copy(_NO_LIMIT)
+    options: list[ShardingOption] = [form.candidates[-1] for form in forms]
+    inputs.partitioner.balance_storage(options, topology)
+    need = [0] * topology.world_size
+    for option in options:
+        for shard in option.shards:
+            need[shard.rank] += main_memory_bytes(shard.storage, topology)
+    reset_shard_rank(options)
+    return need
+
+
+def _cures(inputs: PlanningInputs, need: Sequence[int], have: Sequence[int]) -> Iterator[str]:
+    """Changes that were tried and make a plan possible."""
+    tables = inputs.tables()
+    yield from _allow_tt(inputs, tables)
+    yield from _lower_rank(inputs, tables)
+    yield from _raise_cap(inputs, need, have)
+    yield from _reserve_less(inputs, need)
+    yield from _reduce_batch(inputs)
+
+
+def _allow_tt(inputs: PlanningInputs, tables: Sequence[PlannedTable]) -> Iterator[str]:
+    constraints = dict(inputs.constraints)
+    allowed = {}
+    for table in tables:
+        stock = constraints.get(table.name)
+        if not table.specs and getattr(stock, "tt", "auto") != "never":
+            allowed[table.fqn] = table.name
+    for rank in _SUGGESTED_RANKS if allowed else ():
+        for name in allowed.values():
+            stock = vars(inputs.constraints[name]) if name in inputs.constraints else {}
+            constraints[name] = EcoRecConstraints(**(stock | {"tt_ranks": (rank,)}))
+        changed = replace(inputs, constraints=constraints)
+        if not changed.fit():
+            continue
+        check = PlacementCheck(inputs.partitioner, changed.capacity())
+        chosen = least_compression(changed.forms(), check)
+        assert chosen is not None, "the smallest forms fit"
+        names = [name for fqn, name in allowed.items() if chosen[fqn].tt is not None]
+        yield f"Allow {_some(names)} to be TT: EcoRecConstraints(tt_ranks=({rank},))"
+        return
+
+
+def _lower_rank(inputs: PlanningInputs, tables: Sequence[PlannedTable]) -> Iterator[str]:
+    smallest = [table.specs[-1] for table in tables if table.specs]
+    rank = max((max(spec.ranks) for spec in smallest), default=1)
+    while rank > 1:
+        rank = 1 << ((rank - 1).bit_length() - 1)  # the next power of two below
+        if replace(inputs, max_rank=rank).fit():
+            names = [t.name for t in tables if t.specs and max(t.specs[-1].ranks) > rank]
+            yield (
+                f"Lower the TT ranks of {_some(names)} to {rank}: tt_ranks=({rank},), or "
+                "the ranks of the shape that the model gives"
+            )
+            return
+
+
+def _raise_cap(inputs: PlanningInputs, need: Sequence[int], have: Sequence[int]) -> Iterator[str]:
+    caps = inputs.caps()
+    cap = max(
+        max(needed + now - left, needed * now // left if left > 0 else 0)
+        for needed, now, left in zip(need, caps, have, strict=True)
+    )
+    for attempt in range(32):
+        cap = -(-cap // _MIB) * _MIB
+        if inputs.with_cap(cap).fit():
+            name = "ddr_cap" if inputs.topology.compute_device == "cpu" else "hbm_cap"
+            yield (
+                f"Raise the topology's {name} to {cap} bytes ({cap // _MIB:,} MiB) per rank "
+                f"(now {min(caps)})"
+            )
+            return
+        cap = cap * 21 // 20 + 1 if attempt < 20 else 2 * cap
+
+
+def _reserve_less(inputs: PlanningInputs, need: Sequence[int]) -> Iterator[str]:
+    reserved = min(inputs.caps()) - max(need)
+    if inputs.topology.compute_device == "cpu" or reserved < 0:
+        return  # TorchRec's fixed reservations are of HBM
+    if replace(inputs, reservation=FixedAbsoluteStorageReservation(reserved)).fit():
+        yield (
+            f"Reserve {reserved} bytes per rank for the rest of the model: "
+            f"FixedAbsoluteStorageReservation({reserved})"
+        )
+
+
+def _reduce_batch(inputs: PlanningInputs) -> Iterator[str]:
+    batch_size = inputs.batch_size
+    while batch_size > 1:
+        batch_size //= 2
+        if replace(inputs, batch_size=batch_size).fit():
+            yield f"Reduce the local batch size to {batch_size} (now {inputs.batch_size})"
+            return
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8])
+    return f"tables {shown}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")

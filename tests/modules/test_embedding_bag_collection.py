@@ -472,6 +472,26 @@ def test_symbolic_trace() -> None:
         traced(KeyedJaggedTensor(["user"], torch.tensor([1]), lengths=torch.tensor([1])))
 
 
+class _FromTensors(nn.Module):
+    def __init__(self, ebc: TTEmbeddingBagCollection) -> None:
+        super().__init__()
+        self.ebc = ebc
+
+    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
+        features = KeyedJaggedTensor(["gender", "user", "shared", "item"], values, lengths=lengths)
+        return self.ebc(features).values()
+
+
+def test_compiles_and_exports_as_one_graph() -> None:
+    model = _FromTensors(TTEmbeddingBagCollection(_tables(), tt=SPECS))
+    batch = torch.tensor([0, 1, 96, 2, 0, 59]), torch.tensor([1, 1, 0, 1, 2, 0, 1, 0])
+    expected = model(*batch)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*batch), expected)
+    exported = torch.export.export(model, batch).module()
+    torch.testing.assert_close(exported(*batch), expected)
+
+
 def test_deduplicated_batches() -> None:
     """Variable batch sizes per feature, expanded by inverse indices, as in TorchRec."""
     tables = [_tables()[0], _tables()[1]]

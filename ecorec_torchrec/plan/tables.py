@@ -80,6 +80,11 @@ def module_specs(module: nn.Module) -> dict[str, TTSpec]:
     return {name: spec for name, spec in specs.items() if spec is not None} | core_specs(module)
 
 
+def module_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
+    """The storage types of the tables of a collection, by table name."""
+    return {config.name: data_type_to_dtype(config.data_type) for config in _configs(module)}
+
+
 def core_specs(module: nn.Module) -> dict[str, TTSpec]:
     """The shapes of the tables that `module` holds as TT cores already, not as a dense weight."""
     return dict(getattr(module, "tt_specs", {}))

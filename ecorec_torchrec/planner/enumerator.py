@@ -24,7 +24,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
 from ecorec_torchrec.plan.file_entries import TT_SHARDING_TYPES, WHY_TT_IS_NOT_CUT
-from ecorec_torchrec.plan.tables import core_specs, module_specs
+from ecorec_torchrec.plan.tables import core_specs, module_dtypes, module_specs
 from ecorec_torchrec.tt import TTSpec
 
 from .constraints import EcoRecConstraints
@@ -44,20 +44,18 @@ class PlannedTable:
 
     Args:
         path, name: where it is in the model.
-        weight: its (meta) N x D weight.
+        dtype: storage type of its weight or cores.
         sharder: the sharder of its module.
         specs: the TT shapes that it may have, the largest first.
         dense: whether it may be dense.
-        fixed: the only shape in `specs` is the model's own.
     """
 
     path: str
     name: str
-    weight: torch.Tensor
+    dtype: torch.dtype
     sharder: ModuleSharder[nn.Module]
     specs: tuple[TTSpec, ...]
     dense: bool
-    fixed: bool
 
     @property
     def fqn(self) -> str:
@@ -153,10 +151,11 @@ class EcoRecEnumerator(EmbeddingEnumerator):
                 for name, grandchild in child.named_children():
                     yield from visit(f"{path}.{name}" if path else name, grandchild)
                 return
-            own, cores = module_specs(child), core_specs(child)
+            own, cores, dtypes = module_specs(child), core_specs(child), module_dtypes(child)
             for name, weight in sharder.shardable_parameters(child).items():
                 specs, dense = self._forms(name, weight, own.get(name), name in cores)
-                yield PlannedTable(path, name, weight, sharder, specs, dense, name in own)
+                dtype = dtypes.get(name, weight.dtype)
+                yield PlannedTable(path, name, dtype, sharder, specs, dense)
 
         yield from visit("", module)
 
@@ -249,7 +248,7 @@ def _in_allowed_forms(
     if stock.compute_kernel == TT_COMPUTE_KERNEL:
         if stock.sharding_type not in TT_SHARDING_TYPES:
             return []
-        return [TTShardingOption.of(stock, spec) for spec in table.specs]
+        return [TTShardingOption.of(stock, spec, table.dtype) for spec in table.specs]
     spilled = stock.compute_kernel in _HOST_KERNELS
     if spilled and table.specs and stock.compute_kernel not in (constraint.compute_kernels or []):
         return []

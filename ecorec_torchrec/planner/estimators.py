@@ -101,12 +101,11 @@ class EcoRecStorageEstimator(EmbeddingStorageEstimator):
         fused_params: Mapping[str, Any],
         sharder_data_map: SharderDataMap,
     ) -> None:
-        spec, dtype = option.tt, option.tensor.dtype
         stand_in = option.dense_stand_in()
         super().estimate([stand_in], sharder_data_map)
-        work = TTWork.of(spec, lookups_per_rank(option, self._constraints, self._topology))
+        work = TTWork.of(option.tt, lookups_per_rank(option, self._constraints, self._topology))
         workspace = min(work.workspace_bytes, fused_params.get("workspace_bytes") or math.inf)
-        cores = spec.nbytes(dtype)
+        cores = option.tt.nbytes(option.dtype)
         held = cores if self._is_inference else 2 * cores + _tt_state_bytes(option, fused_params)
         missing = held + int(workspace) + work.index_plan_bytes - _weight_bytes(stand_in.tensor)
         for shard, like in zip(option.shards, stand_in.shards, strict=True):
@@ -163,19 +162,17 @@ def optimizer_class(
 ) -> type[torch.optim.Optimizer] | None:
     """The optimizer of a table, as far as model and sharder tell; None when they do not.
 
-    `apply_optimizer_in_backward` marks the parameters; else `fused_params` name an optimizer.
+    `apply_optimizer_in_backward` marks the weight; else `fused_params` name an optimizer. A frozen
+    table counts as one of SGD: neither has a state.
     """
-    tables = getattr(option.module[1], "embedding_bags", {})
-    cores = getattr(tables[option.name], "tt_cores", []) if option.name in tables else []
-    for parameter in (option.tensor, *cores):
-        classes = getattr(parameter, "_optimizer_classes", None)
-        if classes:
-            return classes[0]
+    marks = getattr(option.tensor, "_optimizer_classes", None)
+    if marks:
+        return marks[0] or torch.optim.SGD
     try:
         spec = OptimizerSpec.from_fused_params(option.name, fused_params)
     except ValueError:  # one that only FBGEMM knows
         return torch.optim.Adam
-    return spec.cls if spec is not None else None
+    return None if spec is None else spec.cls or torch.optim.SGD
 
 
 def _tt_state_bytes(option: TTShardingOption, fused_params: Mapping[str, Any]) -> int:

@@ -22,14 +22,15 @@ class TTShardingOption(ShardingOption):
     """
 
     tt: TTSpec
+    dtype: torch.dtype
 
     @classmethod
-    def of(cls, template: ShardingOption, tt: TTSpec) -> TTShardingOption:
-        """A copy of a `customized_kernel` option, with a shape."""
+    def of(cls, template: ShardingOption, tt: TTSpec, dtype: torch.dtype) -> TTShardingOption:
+        """A copy of a `customized_kernel` option, with shape and type of the cores."""
         assert template.compute_kernel == TT_COMPUTE_KERNEL
         option = cls.__new__(cls)
         option.__dict__.update(copy.deepcopy(template).__dict__)
-        option.tt = tt
+        option.tt, option.dtype = tt, dtype
         return option
 
     def dense_stand_in(self) -> ShardingOption:
@@ -41,9 +42,7 @@ class TTShardingOption(ShardingOption):
         rows = -(-self.tt.num_parameters // self.tt.embedding_dim)
         option = copy.copy(self)
         option.__class__ = ShardingOption
-        option._tensor = torch.empty(
-            rows, self.tt.embedding_dim, dtype=self.tensor.dtype, device="meta"
-        )
+        option._tensor = torch.empty(rows, self.tt.embedding_dim, dtype=self.dtype, device="meta")
         option.compute_kernel = (
             EmbeddingComputeKernel.DENSE.value
             if self.sharding_type == ShardingType.DATA_PARALLEL.value

@@ -219,6 +219,8 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     @torch.no_grad()
     def _copy_cores(self, module: TTEmbeddingBagCollection) -> None:
         for name, cores in self._local_cores().items():
+            if name not in module.tt_specs:  # dense in the collection, TT by the plan
+                continue
             for core, source in zip(cores, module.embedding_bags[name].tt_cores, strict=True):
                 core.copy_(source)
         self._broadcast_data_parallel()

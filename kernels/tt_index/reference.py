@@ -40,7 +40,7 @@ def split_ids(indices_L: Tensor, offsets: Tensor, batch: TableBatch) -> Digits:
     )
     positions = outside_L.nonzero()
     rest_L = rest_L.masked_fill(outside_L, 0)
-    digits_KL = []
+    digits_KL: list[Tensor] = []
     for k in reversed(range(batch.num_cores)):
         factor_L = torch.tensor([p[k] for p in batch.row_factors], device=device)[table_L]
         digits_KL.insert(0, rest_L % factor_L)

@@ -26,7 +26,7 @@ from torch.nn.functional import embedding_bag
 from .dtypes import accumulate_dtype
 
 _TILE_HEIGHTS = (16, 8, 4, 2, 1)
-_DEFAULT_WORKSPACE_BYTES = 256 * 2**20
+_DEFAULT_WORKSPACE_BYTES = 64 * 2**20
 _DOT_CHUNK_ELEMENTS = 2**14
 _INDEX_BYTES_PER_ITEM = 128
 """Bound for the index temporaries per row, slot, tile or lookup (int64 in a dozen of arrays)."""
@@ -41,7 +41,8 @@ class _Shape(NamedTuple):
 
     @classmethod
     def of(cls, cores: list[Tensor]) -> _Shape:
-        return cls(*(core.shape[2] for core in cores), cores[0].shape[3], cores[1].shape[3])
+        q1, q2, q3 = (core.shape[2] for core in cores)
+        return cls(q1, q2, q3, cores[0].shape[3], cores[1].shape[3])
 
     @property
     def dim(self) -> int:
@@ -147,7 +148,8 @@ def backward(
     shape, dtype = _Shape.of(cores), accumulate_dtype(cores[0].dtype)
     tiles = _tiles(plan)
     fixed_bytes = _cast_bytes(cores, dtype) * (2 if needs_cores else 1) + _cast_bytes([grad], dtype)
-    fixed_bytes += plan.num_lookups * 2 * _INDEX_BYTES_PER_ITEM
+    fixed_bytes += plan.num_lookups * (8 + 3 * dtype.itemsize)
+    fixed_bytes += plan.num_bags * (16 + 2 * dtype.itemsize)
     fixed_bytes += max(_DOT_CHUNK_ELEMENTS, shape.dim) * 4 * dtype.itemsize if needs_weights else 0
     cost_T = _backward_bytes(tiles, shape, dtype.itemsize, needs_cores)
     bounds = _cut(cost_T, fixed_bytes, workspace_bytes)
@@ -217,12 +219,12 @@ def _parts(plan: IndexPlan, tiles: _Tiles, bounds: list[int]) -> Iterator[_Part]
 
 
 def _part(tiles: _Tiles, first: int, end: int) -> _Part:
-    ranges = [
+    prefixes, rows, lookups = (
         slice(int(starts[first]), int(starts[end]))
         for starts in (tiles.prefix_starts, tiles.row_starts, tiles.lookup_starts)
-    ]
-    first_prefix = ranges[0].start
-    slot_P = torch.empty(ranges[0].stop - first_prefix, dtype=torch.int64, device=tiles.i2_T.device)
+    )
+    num_prefixes = prefixes.stop - prefixes.start
+    slot_P = torch.empty(num_prefixes, dtype=torch.int64, device=tiles.i2_T.device)
     classes, num_slots = [], 0
     for height in _TILE_HEIGHTS:
         tile_T = first + (tiles.height_T[first:end] == height).nonzero().squeeze(1)
@@ -232,12 +234,12 @@ def _part(tiles: _Tiles, first: int, end: int) -> _Part:
         prefix_TH = tiles.prefix_starts[tile_T].unsqueeze(1) + within
         exists_TH = prefix_TH < tiles.prefix_starts[tile_T + 1].unsqueeze(1)
         slot_TH = torch.arange(num_slots, num_slots + prefix_TH.numel(), device=tile_T.device)
-        slot_P[prefix_TH[exists_TH] - first_prefix] = slot_TH[exists_TH.flatten()]
+        slot_P[prefix_TH[exists_TH] - prefixes.start] = slot_TH[exists_TH.flatten()]
         prefix_TH = torch.where(exists_TH, prefix_TH, prefix_TH[:, :1])
         slots = slice(num_slots, num_slots + prefix_TH.numel())
         classes.append(_TileClass(height, tiles.i2_T[tile_T], prefix_TH.flatten(), slots))
         num_slots = slots.stop
-    return _Part(*ranges, classes, slot_P, num_slots)
+    return _Part(prefixes, rows, lookups, classes, slot_P, num_slots)
 
 
 # Forward
@@ -286,10 +288,9 @@ class _SortedBags(NamedTuple):
         mean: bool,
         dtype: torch.dtype,
     ) -> _SortedBags:
-        bags_per_feature = max(plan.num_bags // num_features, 1)
-        bag_L = plan.bag_L.long()
-        grad_row_L = bag_L % bags_per_feature * num_features + bag_L // bags_per_feature
-        scale_L = plan.offsets.diff().to(dtype).reciprocal()[bag_L] if mean else None
+        by_sample = torch.arange(plan.num_bags, dtype=torch.int32, device=plan.bag_L.device)
+        grad_row_L = by_sample.view(-1, num_features).t().flatten()[plan.bag_L]
+        scale_L = plan.offsets.diff().to(dtype).reciprocal()[plan.bag_L] if mean else None
         weight_L = scale_L
         if weights_L is not None:
             weight_L = weights_L[plan.order_L] * (1 if scale_L is None else scale_L)
@@ -302,7 +303,7 @@ def _row_grads(part: _Part, plan: IndexPlan, grad_BD: Tensor, bags: _SortedBags)
     return embedding_bag(
         bags.grad_row_L[part.lookups],
         grad_BD,
-        starts.long(),
+        starts,
         mode="sum",
         per_sample_weights=weight_L,
     )

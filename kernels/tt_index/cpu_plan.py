@@ -61,10 +61,14 @@ def build_plan(indices_L: Tensor, offsets: Tensor, batch: TableBatch) -> tuple[I
     first_bad = np.full(num_workers, num_lookups, np.int64)
 
     def pack(task: int, worker: int) -> None:
+        low, high = _share(num_lookups, task, num_workers)
+        starts = plan.offsets.numpy()
         _pack_keys(
-            *_share(num_lookups, task, num_workers),
+            low,
+            high,
+            max(0, int(np.searchsorted(starts, low, side="right")) - 1),
             indices_L.numpy(),
-            plan.offsets.numpy(),
+            starts,
             tables,
             occurrence_bits,
             packed_L,
@@ -174,9 +178,11 @@ def _divide(x: Any, divisor: Any, inverse: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _pack_keys(  # type: ignore[no-untyped-def]
-    low, high, indices_L, offsets, tables, occurrence_bits, packed_L, occurrence_bag_L, first_bad
-) -> None:
-    """Keys and bags of the occurrences low..high; `first_bad[0]` becomes the first bad one."""
+    low, high, first_bag, indices_L, offsets, tables, occurrence_bits, packed_L, occurrence_bag_L,
+    first_bad,
+) -> None:  # fmt: skip
+    """Keys and bags of the occurrences low..high, the first of which lies in `first_bag`;
+    `first_bad[0]` becomes the first bad one."""
     num_features = len(tables.feature_tables)
     num_bags = (len(offsets) - 1) // num_features  # per feature
     for feature in range(num_features):
@@ -203,10 +209,10 @@ def _pack_keys(  # type: ignore[no-untyped-def]
                 row = np.int64(indices_L[occurrence])
                 if row < 0 or row >= num_embeddings:
                     first_bad[0] = occurrence
-    bag = max(0, np.searchsorted(offsets, low, side="right") - 1)
-    while bag < len(offsets) - 1 and offsets[bag] < high:
-        occurrence_bag_L[max(low, offsets[bag]) : min(high, offsets[bag + 1])] = bag
-        bag += 1
+    while first_bag < len(offsets) - 1 and offsets[first_bag] < high:
+        for occurrence in range(max(low, offsets[first_bag]), min(high, offsets[first_bag + 1])):
+            occurrence_bag_L[occurrence] = first_bag
+        first_bag += 1
 
 
 @njit(cache=True, nogil=True)

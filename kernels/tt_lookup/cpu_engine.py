@@ -12,6 +12,7 @@ Legend: L lookups, U unique rows, P prefixes, B bags per feature, F features, D 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,8 @@ _MIN_LOOKUPS_PER_WORKER = 2048
 _TASKS_PER_WORKER = 4
 _ALIGNMENT_BYTES = 64
 _FLOAT_BYTES = 4
+_OVERHEAD_BYTES = 16_384
+"""Alignment of the buffers, and the objects that hold them."""
 
 
 def forward(
@@ -50,16 +53,13 @@ def forward(
     fixed_bytes += 0 if weights_L is None else weights_L.nbytes
     pooled_weights_L = _take(weights_L, call.index.pooled_occurrence_L)
     for part in _parts(call, fixed_bytes, workspace_bytes):
-
-        def pool(low: int, high: int, scratch: np.ndarray, part: _Part = part) -> None:
-            kernels.pool_rows(
-                low, high, call.shape, part.rows, part.row_low, part.row_high,
-                part.row_high == call.num_rows, call.index.pooled_row_L, pooled_weights_L,
-                call.index.offsets, part.next_of_bag, num_features, mean, scratch,
-                out.numpy().reshape(-1),
-            )  # fmt: skip
-
-        _parallel_ranges(0, plan.num_bags, part.scratch, pool)
+        pool = partial(
+            kernels.pool_rows, call.shape, part.rows, part.row_low, part.row_high,
+            part.row_high == call.num_rows, call.index.pooled_row_L, pooled_weights_L,
+            call.index.offsets, part.next_of_bag, num_features, mean, part.scratches,
+            out.numpy().reshape(-1),
+        )  # fmt: skip
+        _parallel_ranges(0, plan.num_bags, len(part.scratches), pool)
     return out.to(output_dtype)
 
 
@@ -132,46 +132,39 @@ class _Part(NamedTuple):
     row_low: int
     row_high: int
     next_of_bag: np.ndarray  # (F*B,) first pooled entry that no part has summed
-    scratch: np.ndarray  # (workers, elements)
+    scratches: np.ndarray  # (workers, elements)
 
 
 def _parts(call: _Call, fixed_bytes: int, workspace_bytes: int | None) -> Iterator[_Part]:
     """Computes all unique rows, part by part; one empty part if there are none."""
     index, dim = call.index, call.embedding_dim
     layout = kernels.rows_layout(call.shape)
-    block_size = kernels.block_prefixes(call.shape)
     starts = index.prefix_starts[: call.num_prefixes + 1]
-    row_bytes = dim * _FLOAT_BYTES
-    scratch_elements = max(layout[-1], kernels.bag_layout(call.shape)[-1])
-    scratch_bytes = scratch_elements * _FLOAT_BYTES + _ALIGNMENT_BYTES
-    fixed_bytes += index.offsets.nbytes + _ALIGNMENT_BYTES
-    largest = int(np.diff(starts).max(initial=0)) * row_bytes
-    limit = _DEFAULT_ROWS_BYTES + call.num_workers * scratch_bytes + largest + fixed_bytes
-    if workspace_bytes is not None:
-        floor = fixed_bytes + scratch_bytes + largest
-        _check_workspace(workspace_bytes, floor, f"{largest} for the rows of the largest prefix")
-        limit = workspace_bytes
-    spare_bytes = limit - fixed_bytes - largest
-    num_workers = max(1, min(call.num_workers, spare_bytes // 2 // scratch_bytes))
-    max_rows = (limit - fixed_bytes - num_workers * scratch_bytes) // row_bytes
-
-    scratch = _floats(num_workers, scratch_elements)
+    scratch_size = max(layout[-1], kernels.bag_layout(call.shape)[-1])
+    largest_bytes = int(np.diff(starts).max(initial=0)) * dim * _FLOAT_BYTES
+    num_workers, rows_bytes = _divide_workspace(
+        call.num_workers,
+        scratch_size,
+        largest_bytes,
+        _DEFAULT_ROWS_BYTES,
+        fixed_bytes + index.offsets.nbytes,
+        workspace_bytes,
+    )
+    max_rows = rows_bytes // (dim * _FLOAT_BYTES)
     rows = _floats(min(max_rows, call.num_rows) * dim)
+    scratches = _floats(num_workers, scratch_size)
     next_of_bag = index.offsets[:-1].copy()
     low = 0
     while True:
         row_low = int(starts[low])
         high = int(np.searchsorted(starts, row_low + max_rows, side="right")) - 1
-
-        def compute(first: int, end: int, scratch: np.ndarray, row_low: int = row_low) -> None:
-            kernels.compute_rows(
-                first, end, call.shape, *call.cores, index.i1_P, index.i2_P, index.i3_U,
-                index.prefix_starts, block_size, layout, scratch,
-                rows[(int(starts[first]) - row_low) * dim :],
-            )  # fmt: skip
-
-        _parallel_ranges(low, high, scratch, compute)
-        yield _Part(rows, row_low, int(starts[high]), next_of_bag, scratch)
+        compute = partial(
+            kernels.compute_rows, call.shape, *call.cores, index.i1_P, index.i2_P, index.i3_U,
+            index.prefix_starts, kernels.block_prefixes(call.shape), layout, scratches, rows,
+            row_low,
+        )  # fmt: skip
+        _parallel_ranges(low, high, num_workers, compute)
+        yield _Part(rows, row_low, int(starts[high]), next_of_bag, scratches)
         if high == call.num_prefixes:
             return
         low = high
@@ -186,15 +179,12 @@ def _weights_gradient_(
 ) -> None:
     index = call.index
     for part in _parts(call, fixed_bytes, workspace_bytes):
-
-        def dots(low: int, high: int, scratch: np.ndarray, part: _Part = part) -> None:
-            kernels.weight_gradients(
-                low, high, call.shape, part.rows, part.row_low, part.row_high, index.pooled_row_L,
-                index.pooled_occurrence_L, index.offsets, part.next_of_bag, call.num_features,
-                call.mean, scratch, grad, weights_grad_L.numpy(),
-            )  # fmt: skip
-
-        _parallel_ranges(0, len(part.next_of_bag), part.scratch, dots)
+        dots = partial(
+            kernels.weight_gradients, call.shape, part.rows, part.row_low, part.row_high,
+            index.pooled_row_L, index.pooled_occurrence_L, index.offsets, part.next_of_bag,
+            call.num_features, call.mean, part.scratches, grad, weights_grad_L.numpy(),
+        )  # fmt: skip
+        _parallel_ranges(0, len(part.next_of_bag), len(part.scratches), dots)
 
 
 def _core_gradients_(
@@ -205,54 +195,49 @@ def _core_gradients_(
     fixed_bytes: int,
     workspace_bytes: int | None,
 ) -> None:
-    """Writes the gradients of the cores, range after range (see `independent_ranges`)."""
+    """Writes the gradients of the cores, a run of independent ranges at a time."""
     index, (q1, _, q3, r1, r2) = call.index, call.shape
     layout = kernels.gradient_layout(call.shape)
-    block_size = kernels.block_prefixes(call.shape)
-    place_L, lookup_weights_L, lookup_bytes = _sorted_lookups(call, weights_L)
+    place_L, factor_L, lookup_bytes = _sorted_lookups(call, weights_L)
     G3_T = _floats(len(call.cores[2]), q3 * r2)
     G3_T.reshape(-1, q3, r2)[:] = call.cores[2].reshape(-1, r2, q3).transpose(0, 2, 1)
     range_starts = np.empty((len(index.group_starts), 3), np.int64)
     num_ranges = kernels.independent_ranges(
         call.num_prefixes, index.i1_P, index.i2_P, index.i3_U, index.prefix_starts, range_starts
     )
-    ranges = range_starts[: num_ranges + 1]
-    fixed_bytes += lookup_bytes + G3_T.nbytes + range_starts.nbytes + 3 * _ALIGNMENT_BYTES
-
-    copy_bytes = np.diff(ranges[:, 1:], axis=0) @ [q1 * r1, q3 * r2]
-    copy_bytes *= kernels.NUM_COPIES * _FLOAT_BYTES
-    fixed_bytes += copy_bytes.nbytes
-    largest = int(copy_bytes.max())
-    scratch_bytes = layout[-1] * _FLOAT_BYTES + _ALIGNMENT_BYTES
-    num_workers, max_copy_bytes = call.num_workers, max(largest, _DEFAULT_COPIES_BYTES)
-    if workspace_bytes is not None:
-        floor = fixed_bytes + scratch_bytes + largest
-        _check_workspace(workspace_bytes, floor, f"{largest} for partial sums of the largest table")
-        spare_bytes = workspace_bytes - fixed_bytes - largest
-        num_workers = max(1, min(num_workers, spare_bytes // scratch_bytes))
-        max_copy_bytes = workspace_bytes - fixed_bytes - num_workers * scratch_bytes
-
-    scratch = _floats(num_workers, layout[-1])
+    # The partial sums of a range cover the rows of G1 and G3 up to the next range.
+    copy_bytes_R = np.diff(range_starts[: num_ranges + 1, 1:], axis=0) @ [q1 * r1, q3 * r2]
+    copy_bytes_R *= kernels.NUM_COPIES * _FLOAT_BYTES
+    fixed_bytes += lookup_bytes + G3_T.nbytes + range_starts.nbytes + copy_bytes_R.nbytes
+    num_workers, max_copy_bytes = _divide_workspace(
+        call.num_workers,
+        layout[-1],
+        int(copy_bytes_R.max()),
+        _DEFAULT_COPIES_BYTES,
+        fixed_bytes,
+        workspace_bytes,
+    )
+    scratches = _floats(num_workers, layout[-1])
     dG1, dG2, dG3 = (gradient.flatten(1).numpy() for gradient in core_grads)
-    for here in _runs(copy_bytes, max_copy_bytes):
-        first, end = ranges[here.start], ranges[here.stop]
-        dG1_copies = _floats(kernels.NUM_COPIES, int(end[1] - first[1]), q1 * r1)
-        dG3_copies = _floats(kernels.NUM_COPIES, int(end[2] - first[2]), q3 * r2)
-        num_tasks = min(len(ranges) - 1, _TASKS_PER_WORKER) * kernels.NUM_COPIES
-        if num_workers == 1:
-            num_tasks = 1
-
-        def gradients(task: int, worker: int, num_tasks: int = num_tasks) -> None:
-            kernels.core_gradients(
-                task, num_tasks, ranges[here.start : here.stop + 1], call.shape, *call.cores[:2],
-                G3_T, index.i1_P, index.i2_P, index.i3_U, index.prefix_starts, index.group_starts,
-                index.row_starts, place_L, lookup_weights_L, grad, block_size, layout,
-                scratch[worker], dG2, dG1_copies, dG3_copies,
-            )  # fmt: skip
-
-        parallel_for(gradients, num_tasks, num_workers)
-        kernels.sum_copies(0, dG1_copies.shape[1], dG1_copies, 1, q1 * r1, dG1[first[1] :])
-        kernels.sum_copies(0, dG3_copies.shape[1], dG3_copies, q3, r2, dG3[first[2] :])
+    for first, end in _runs(copy_bytes_R, max_copy_bytes):
+        ranges = range_starts[first : end + 1]
+        (_, low_1, low_3), (_, high_1, high_3) = ranges[0].tolist(), ranges[-1].tolist()
+        dG1_copies = _floats(kernels.NUM_COPIES, high_1 - low_1, q1 * r1)
+        dG3_copies = _floats(kernels.NUM_COPIES, high_3 - low_3, q3 * r2)
+        num_tasks = min(end - first, _TASKS_PER_WORKER) * kernels.NUM_COPIES
+        add_gradients = partial(
+            kernels.core_gradients, call.shape, *call.cores[:2], G3_T, index.i1_P, index.i2_P,
+            index.i3_U, index.prefix_starts, index.group_starts, index.row_starts, place_L,
+            factor_L, grad, kernels.block_prefixes(call.shape), layout, scratches, ranges, dG2,
+            dG1_copies, dG3_copies, num_tasks,
+        )  # fmt: skip
+        parallel_for(add_gradients, num_tasks, num_workers)
+        for copies, height, width, total in (
+            (dG1_copies, 1, q1 * r1, dG1[low_1:high_1]),
+            (dG3_copies, q3, r2, dG3[low_3:high_3]),
+        ):
+            add_up = partial(kernels.sum_copies, copies, height, width, total)
+            _parallel_ranges(0, len(total), num_workers, add_up)
 
 
 def _sorted_lookups(call: _Call, weights_L: Tensor | None) -> tuple[np.ndarray, np.ndarray, int]:
@@ -281,29 +266,63 @@ def _take(weights_L: Tensor | None, order_L: np.ndarray) -> np.ndarray:
     return np.take(weights_L.detach().numpy(), order_L)
 
 
-def _runs(bytes_R: np.ndarray, max_bytes: int) -> Iterator[slice]:
-    """Neighbours together as long as their sum stays within the limit."""
+def _runs(bytes_R: np.ndarray, max_bytes: int) -> Iterator[tuple[int, int]]:
+    """First and end of runs whose sum stays within the limit, or that hold one entry."""
     start, total = 0, 0
     for i, num_bytes in enumerate(bytes_R.tolist()):
         if i > start and total + num_bytes > max_bytes:
-            yield slice(start, i)
+            yield start, i
             start, total = i, 0
         total += num_bytes
-    yield slice(start, len(bytes_R))
+    yield start, len(bytes_R)
 
 
 def _parallel_ranges(
-    low: int, high: int, scratch: np.ndarray, run: Callable[[int, int, np.ndarray], None]
+    low: int, high: int, num_workers: int, run: Callable[[int, int, int], None]
 ) -> None:
-    """`run(first, end, scratch)` over pieces of low..high, on one thread per row of `scratch`."""
-    num_workers, total = len(scratch), high - low
-    num_tasks = min(total, 1 if num_workers == 1 else num_workers * _TASKS_PER_WORKER)
+    """`run(first, end, worker)` over pieces of low..high."""
+    num_tasks = min(high - low, 1 if num_workers == 1 else num_workers * _TASKS_PER_WORKER)
 
-    def run_task(task: int, worker: int) -> None:
-        first, end = total * task // num_tasks, total * (task + 1) // num_tasks
-        run(low + first, low + end, scratch[worker])
+    def run_piece(task: int, worker: int) -> None:
+        first, end = (low + (high - low) * t // num_tasks for t in (task, task + 1))
+        run(first, end, worker)
 
-    parallel_for(run_task, num_tasks, num_workers)
+    parallel_for(run_piece, num_tasks, num_workers)
+
+
+def _divide_workspace(
+    num_workers: int,
+    scratch_size: int,
+    largest_bytes: int,
+    default_bytes: int,
+    fixed_bytes: int,
+    workspace_bytes: int | None,
+) -> tuple[int, int]:
+    """Divides the workspace between scratch, one per thread, and the buffer that is cut in parts.
+
+    Returns:
+        The number of threads that there is scratch for, and the bytes of the buffer: at least
+        `largest_bytes`, its largest indivisible piece.
+
+    Raises:
+        ValueError: not even one thread and the largest piece fit.
+    """
+    if workspace_bytes is None:
+        return num_workers, max(default_bytes, largest_bytes)
+    fixed_bytes += _OVERHEAD_BYTES
+    scratch_bytes = scratch_size * _FLOAT_BYTES
+    floor = fixed_bytes + scratch_bytes + largest_bytes
+    if workspace_bytes < floor:
+        raise ValueError(
+            f"workspace_bytes={workspace_bytes} is below the floor of {floor} bytes: {fixed_bytes} "
+            f"for the whole call, {scratch_bytes} for a thread and {largest_bytes} for the largest "
+            "indivisible piece (the rows of a prefix, the partial sums of a table)"
+        )
+    spare_bytes = workspace_bytes - fixed_bytes
+    # Threads get half of what is left, and never what the largest piece needs.
+    for_threads = min(spare_bytes // 2, spare_bytes - largest_bytes)
+    num_workers = max(1, min(num_workers, for_threads // scratch_bytes))
+    return num_workers, spare_bytes - num_workers * scratch_bytes
 
 
 def _floats(*shape: int) -> np.ndarray:
@@ -317,10 +336,3 @@ def _floats(*shape: int) -> np.ndarray:
 def _cast_bytes(*tensors: Tensor) -> int:
     """Bytes of float32 copies of the tensors that have another dtype."""
     return sum(t.numel() * _FLOAT_BYTES for t in tensors if t.dtype != torch.float32)
-
-
-def _check_workspace(limit: int, floor: int, largest: str) -> None:
-    if limit < floor:
-        raise ValueError(
-            f"workspace_bytes={limit} is below the floor of {floor} bytes, {largest} among them"
-        )

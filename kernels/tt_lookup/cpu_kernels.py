@@ -88,13 +88,15 @@ def _compute_block(shape, G1, G2, i1_P, group, low, high, scratch, stacked, bloc
 
 @njit(cache=True, nogil=True)
 def compute_rows(  # type: ignore[no-untyped-def]
-    low, high, shape, G1, G2, G3, i1_P, i2_P, i3_U, prefix_starts, block_size, layout, scratch, rows
-) -> None:
-    """The unique rows of prefixes low..high, transposed (q3, M), into the elements of `rows`."""
+    shape, G1, G2, G3, i1_P, i2_P, i3_U, prefix_starts, block_size, layout, scratches, rows,
+    row_low, low, high, worker,
+) -> None:  # fmt: skip
+    """The unique rows of prefixes low..high, transposed (q3, M), into the elements of `rows`, which
+    begin with row `row_low`."""
     q1, q2, q3, r1, r2 = shape
     stacked, block, prefix_T, _ = layout
+    scratch = scratches[worker]
     M = q1 * q2
-    first_row = np.int64(prefix_starts[low])
     start = low
     while start < high:
         group = np.int64(i2_P[start])
@@ -107,7 +109,7 @@ def compute_rows(  # type: ignore[no-untyped-def]
             transpose(_address(scratch, prefix_T), M, _address(scratch, place), r2, M, r2)
             for row in range(prefix_starts[prefix], prefix_starts[prefix + 1]):
                 matmul(
-                    _address(rows, (row - first_row) * M * q3), M,
+                    _address(rows, (row - row_low) * M * q3), M,
                     _address(G3, np.int64(i3_U[row]) * r2 * q3), 1, q3,
                     _address(scratch, prefix_T), M,
                     q3, M, r2, 0,
@@ -127,8 +129,8 @@ def _end_of_part(pooled_row_L, begin, end, row_high):  # type: ignore[no-untyped
 
 @njit(cache=True, nogil=True)
 def pool_rows(  # type: ignore[no-untyped-def]
-    low, high, shape, rows, row_low, row_high, is_last, pooled_row_L, pooled_weights_L, offsets,
-    next_of_bag, num_features, mean, scratch, out,
+    shape, rows, row_low, row_high, is_last, pooled_row_L, pooled_weights_L, offsets, next_of_bag,
+    num_features, mean, scratches, out, low, high, worker,
 ) -> None:  # fmt: skip
     """Adds the rows row_low..row_high, held in `rows`, to bags low..high of `out` (B, F*D).
 
@@ -138,6 +140,7 @@ def pool_rows(  # type: ignore[no-untyped-def]
     q1, q2, q3, _, _ = shape
     M = q1 * q2
     D = M * q3
+    scratch = scratches[worker]
     num_bags = (len(offsets) - 1) // num_features
     # Row numbers count from the first row of the batch; only row_low.. is there.
     table = _address(rows, -row_low * D)
@@ -147,11 +150,11 @@ def pool_rows(  # type: ignore[no-untyped-def]
         end = _end_of_part(pooled_row_L, begin, offsets[bag + 1], row_high)
         next_of_bag[bag] = end
         started = begin > offsets[bag]
-        target = out[place * D : (place + 1) * D]
         if begin == end and not is_last:
             continue
         if started:
-            scratch[:D] = target
+            for k in range(D):
+                scratch[k] = out[place * D + k]
         weights = np.int64(0)
         if len(pooled_weights_L) > 0:
             weights = _address(pooled_weights_L, begin)
@@ -160,14 +163,15 @@ def pool_rows(  # type: ignore[no-untyped-def]
             end - begin, len(pooled_row_L) - begin, np.int64(started),
         )  # fmt: skip
         if not is_last:
-            target[:] = scratch[:D]
+            for k in range(D):
+                out[place * D + k] = scratch[k]
             continue
         length = offsets[bag + 1] - offsets[bag]
         if mean and length > 1:
             scale = np.float32(1.0) / np.float32(length)
             for k in range(D):
                 scratch[k] *= scale
-        transpose(_address(target, 0), q3, _address(scratch, 0), M, q3, M)
+        transpose(_address(out, place * D), q3, _address(scratch, 0), M, q3, M)
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
@@ -180,13 +184,14 @@ def _dot(x, y):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def weight_gradients(  # type: ignore[no-untyped-def]
-    low, high, shape, rows, row_low, row_high, pooled_row_L, pooled_occurrence_L, offsets,
-    next_of_bag, num_features, mean, scratch, grad, weights_grad_L,
+    shape, rows, row_low, row_high, pooled_row_L, pooled_occurrence_L, offsets, next_of_bag,
+    num_features, mean, scratches, grad, weights_grad_L, low, high, worker,
 ) -> None:  # fmt: skip
     """`pool_rows`, backward in the weights: <row, gradient of its bag> for bags low..high."""
     q1, q2, q3, _, _ = shape
     M = q1 * q2
     D = M * q3
+    scratch = scratches[worker]
     num_bags = (len(offsets) - 1) // num_features
     for bag in range(low, high):
         place = (bag % num_bags) * num_features + bag // num_bags
@@ -240,8 +245,9 @@ def independent_ranges(num_prefixes, i1_P, i2_P, i3_U, prefix_starts, range_star
 
 @njit(cache=True, nogil=True)
 def core_gradients(  # type: ignore[no-untyped-def]
-    task, num_tasks, ranges, shape, G1, G2, G3_T, i1_P, i2_P, i3_U, prefix_starts, group_starts,
-    row_starts, place_L, weights_L, grad, block_size, layout, scratch, dG2, dG1_copies, dG3_copies,
+    shape, G1, G2, G3_T, i1_P, i2_P, i3_U, prefix_starts, group_starts, row_starts, place_L,
+    factor_L, grad, block_size, layout, scratches, ranges, dG2, dG1_copies, dG3_copies, num_tasks,
+    task, worker,
 ) -> None:  # fmt: skip
     """Every `num_tasks`-th (range, copy): the groups of a range that add to one copy.
 
@@ -252,15 +258,16 @@ def core_gradients(  # type: ignore[no-untyped-def]
         ranges: `(ranges+1, 3)` of this call, from `independent_ranges`.
         G3_T: `(sum p3, q3*r2)`, each row transposed.
         place_L: sorted lookup -> row of `grad` seen as `(B*F, D)`.
-        weights_L: sorted lookup -> factor; empty for "all ones".
+        factor_L: sorted lookup -> factor; empty for "all ones".
         dG1_copies, dG3_copies: `(NUM_COPIES, rows, width)`, the rows from `ranges[0]` on.
     """
     first_1, first_3 = ranges[0, 1], ranges[0, 2]
+    scratch = scratches[worker]
     for item in range(task, (len(ranges) - 1) * NUM_COPIES, num_tasks):
         here, copy = item // NUM_COPIES, item % NUM_COPIES
         dG1, dG3 = dG1_copies[copy], dG3_copies[copy]
-        dG1[ranges[here, 1] - first_1 : ranges[here + 1, 1] - first_1] = 0
-        dG3[ranges[here, 2] - first_3 : ranges[here + 1, 2] - first_3] = 0
+        dG1[ranges[here, 1] - first_1 : ranges[here + 1, 1] - first_1].fill(0)
+        dG3[ranges[here, 2] - first_3 : ranges[here + 1, 2] - first_3].fill(0)
         # Counted from the first group of the range, not of the flat core: a table's neighbours
         # must not decide which of its groups share a copy.
         first_group = np.int64(i2_P[ranges[here, 0]])
@@ -270,7 +277,7 @@ def core_gradients(  # type: ignore[no-untyped-def]
                 _group_gradients(
                     group, shape, G1, G2, G3_T, i1_P, i3_U, prefix_starts,
                     np.int64(group_starts[group]), np.int64(group_starts[group + 1]),
-                    row_starts, place_L, weights_L, grad, block_size, layout, scratch,
+                    row_starts, place_L, factor_L, grad, block_size, layout, scratch,
                     dG2, dG1, dG3, first_1, first_3,
                 )  # fmt: skip
 
@@ -278,7 +285,7 @@ def core_gradients(  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def _group_gradients(  # type: ignore[no-untyped-def]
     group, shape, G1, G2, G3_T, i1_P, i3_U, prefix_starts, low, high, row_starts, place_L,
-    weights_L, grad, block_size, layout, scratch, dG2, dG1, dG3, first_1, first_3,
+    factor_L, grad, block_size, layout, scratch, dG2, dG1, dG3, first_1, first_3,
 ) -> None:  # fmt: skip
     """dG2[group]; adds to dG1 and dG3, whose rows count from `first_1` and `first_3`."""
     q1, q2, q3, r1, r2 = shape
@@ -293,7 +300,7 @@ def _group_gradients(  # type: ignore[no-untyped-def]
         for prefix in range(start, end):
             place = (prefix - start) * M * r2
             _prefix_gradients(
-                prefix, shape, G3_T, i3_U, prefix_starts, row_starts, place_L, weights_L, grad,
+                prefix, shape, G3_T, i3_U, prefix_starts, row_starts, place_L, factor_L, grad,
                 layout, scratch, block + place, block_grad + place, dG3, first_3,
             )  # fmt: skip
         height = (end - start) * q1
@@ -318,7 +325,7 @@ def _group_gradients(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _prefix_gradients(  # type: ignore[no-untyped-def]
-    prefix, shape, G3_T, i3_U, prefix_starts, row_starts, place_L, weights_L, grad, layout, scratch,
+    prefix, shape, G3_T, i3_U, prefix_starts, row_starts, place_L, factor_L, grad, layout, scratch,
     prefix_place, grad_place, dG3, first_3,
 ) -> None:  # fmt: skip
     """The gradient of one prefix, from the gradients of its rows; adds to dG3 (rows transposed)."""
@@ -330,8 +337,8 @@ def _prefix_gradients(  # type: ignore[no-untyped-def]
     for row in range(first, prefix_starts[prefix + 1]):
         begin, end = np.int64(row_starts[row]), np.int64(row_starts[row + 1])
         weights = np.int64(0)
-        if len(weights_L) > 0:
-            weights = _address(weights_L, begin)
+        if len(factor_L) > 0:
+            weights = _address(factor_L, begin)
         gather_sum(
             row_grad, _address(grad, 0), D, D, _address(place_L, begin), weights,
             end - begin, len(place_L) - begin, 0,
@@ -352,7 +359,7 @@ def _prefix_gradients(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def sum_copies(low, high, copies, height, width, total) -> None:  # type: ignore[no-untyped-def]
+def sum_copies(copies, height, width, total, low, high, worker) -> None:  # type: ignore[no-untyped-def]
     """total[low:high] = the sum over the copies, each row (height, width) transposed."""
     for row in range(low, high):
         first = copies[0, row]

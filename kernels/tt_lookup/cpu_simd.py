@@ -43,6 +43,11 @@ _ELEMENT_BYTES = 4
 _CACHE_LINE_BYTES = 64
 
 
+def _signature(num_arguments: int) -> Any:
+    """All arguments int64. Stated, since numba would compile once more per constant argument."""
+    return types.void(*[types.int64] * num_arguments)
+
+
 class _Emitter:
     """Emits vector loads, stores and arithmetic into one numba function."""
 
@@ -162,7 +167,7 @@ def _matmul_tile(rows: int, vectors: int, masked: bool = False) -> Any:
                 emit.store(builder.load(slot), target, tail)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 10), codegen
+        return _signature(10), codegen
 
     return tile
 
@@ -212,7 +217,7 @@ def _gather_sum_tile(vectors: int, weighted: bool, masked: bool = False) -> Any:
                 emit.store(builder.load(slot), target, tail)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9), codegen
+        return _signature(9), codegen
 
     return tile
 
@@ -243,7 +248,7 @@ def _transpose_tile(size: int) -> Any:
                 emit.store(row, emit.offset(target, i, target_row))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 4), codegen
+        return _signature(4), codegen
 
     return tile
 
@@ -258,7 +263,7 @@ def _copy_tile() -> Any:
             emit.store(emit.load_scalar(args[1]), args[0])
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.int64), codegen
+        return _signature(2), codegen
 
     return tile
 
@@ -275,7 +280,7 @@ _tail_8, _tail_4, _tail_2, _tail_1 = (_matmul_tile(rows, 1, masked=True) for row
 _TALL = 16 if _WIDE else 12
 
 
-@njit(cache=True, nogil=True)
+@njit(_signature(11), cache=True, nogil=True)
 def matmul(c, c_row, a, a_row, a_k, b, b_row, rows, columns, k, accumulate):  # type: ignore[no-untyped-def]
     """C (+)= A B, with C (rows, columns) and B (k, columns) contiguous along their rows.
 
@@ -359,7 +364,7 @@ _weighted_sum_4, _weighted_sum_1, _weighted_sum_tail = (
 )
 
 
-@njit(cache=True, nogil=True)
+@njit(_signature(9), cache=True, nogil=True)
 def gather_sum(out, table, table_row, columns, index, weights, count, ahead, accumulate):  # type: ignore[no-untyped-def]
     """out[:columns] (+)= sum over l < count of weights[l] * table[index[l]].
 
@@ -395,7 +400,7 @@ _transpose_16, _transpose_4 = _transpose_tile(16), _transpose_tile(4)
 _copy = _copy_tile()
 
 
-@njit(cache=True, nogil=True)
+@njit(_signature(6), cache=True, nogil=True)
 def transpose(target, target_row, source, source_row, rows, columns):  # type: ignore[no-untyped-def]
     """target[j, i] = source[i, j] for i < rows, j < columns; addresses and element strides."""
     source_row, target_row = 4 * source_row, 4 * target_row

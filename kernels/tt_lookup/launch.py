@@ -1,0 +1,118 @@
+"""How the Triton kernels are launched: tile sizes, warps and arithmetic, chosen by shape.
+
+Not measured on a GPU. The choice follows what the compiler reports for sm_80, sm_90, sm_100 and
+gfx942: no spilled registers, shared memory within the chip
+(docs/benchmarks/triton_compile.csv, written by `ecorec bench compile`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_MIN_DOT = 16
+"""What the matrix units of all targets take: smaller sides are padded."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tile of one kernel: `m` x `n` results per program, `k` summed per step."""
+
+    m: int
+    n: int
+    k: int
+    num_warps: int
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """One configuration for all kernels of a lookup; hashable.
+
+    A function of the shape of the cores and the arithmetic alone, never of the batch or the number
+    of tables: the order of every sum, and with it a table's bits, must not depend on them.
+    """
+
+    precision: str
+    """`input_precision` of `tl.dot`: "ieee", "tf32" or "bf16x3"."""
+    tile_prefixes: int
+    """Prefixes of one group that are multiplied together."""
+    prefix: Blocks
+    """Part 1: m over (prefix, q1), n over (q2, r2), k over r1."""
+    row: Blocks
+    """Part 2, one program per prefix: m over (q1, q2), n over (row, q3), k over r2."""
+    prefix_grad: Blocks
+    """One program per prefix: m over (q1, q2), n over r2, k over (row, q3)."""
+    left_grad: Blocks
+    """Gradient of the gathered rows of core 0: m over (prefix, q1), n over r1, k over (q2, r2)."""
+    core1_grad: Blocks
+    """One program per row of core 1: m over r1, n over (q2, r2), k over (prefix, q1)."""
+    core2_grad: Blocks
+    """One program per piece of a row of core 2: m over r2, n over q3, k over (q1, q2)."""
+    gather: Blocks
+    """Sums of gathered rows: m segments (bags, rows, lookups) by n columns, k entries per step."""
+
+    @classmethod
+    def choose(cls, col_factors: tuple[int, int, int], ranks: tuple[int, int], precision: str):
+        """The heuristic.
+
+        Args:
+            col_factors: q1, q2, q3.
+            ranks: r1, r2.
+            precision: from `dot_precision`.
+
+        Example::
+
+            LaunchConfig.choose((4, 4, 4), (16, 16), "tf32").prefix   # m=64, n=64, k=16
+        """
+        (q1, q2, q3), (r1, r2) = col_factors, ranks
+        side, step = (64, 32) if precision == "tf32" else (32, 16)
+        tile_rows = max(64, _pow2(q1))
+        return cls(
+            precision=precision,
+            tile_prefixes=tile_rows // q1,
+            prefix=_blocks(tile_rows, _fit(q2 * r2, side), _fit(r1, step)),
+            row=_blocks(_fit(q1 * q2, side), max(_pow2(q3), _MIN_DOT), _fit(r2, step)),
+            prefix_grad=_blocks(_fit(q1 * q2, side), _fit(r2, side), max(_pow2(q3), _MIN_DOT)),
+            left_grad=_blocks(tile_rows, _fit(r1, side), _fit(q2 * r2, step)),
+            core1_grad=_blocks(_fit(r1, side), _fit(q2 * r2, side), step),
+            core2_grad=_blocks(_fit(r2, side), max(_pow2(q3), _MIN_DOT), _fit(q1 * q2, step)),
+            gather=_gather_blocks(q1 * q2 * q3),
+        )
+
+
+def dot_precision(core_dtype: torch.dtype, hip: bool | None = None) -> str:
+    """The arithmetic of the matrix products: operands are fp32, half cores are widened on load.
+
+    fp32 cores follow `torch.get_float32_matmul_precision()`: "highest" is "ieee"; the others allow
+    "tf32", on AMD "bf16x3" (three products of bf16 halves). For bf16 and fp16 cores the same fast
+    forms are exact in the cores and round the other operand to 11 (bf16x3: 16) bits.
+
+    Args:
+        core_dtype: dtype of the cores.
+        hip: for an AMD GPU; by default what this PyTorch was built for.
+    """
+    if core_dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        return "ieee"
+    hip = torch.version.hip is not None if hip is None else hip
+    return "bf16x3" if hip else "tf32"
+
+
+def _pow2(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _fit(size: int, limit: int) -> int:
+    """The block side for a dimension: padded to what matrix units take, at most `limit`."""
+    return min(max(_pow2(size), _MIN_DOT), limit)
+
+
+def _blocks(m: int, n: int, k: int) -> Blocks:
+    warps = 1 if m * n <= 512 else 2 if m * n <= 1024 else 4 if m * n <= 8192 else 8
+    return Blocks(m, n, k, num_warps=warps)
+
+
+def _gather_blocks(dim: int) -> Blocks:
+    columns = min(_pow2(dim), 256)
+    return Blocks(m=max(1024 // columns, 1), n=columns, k=4, num_warps=4)

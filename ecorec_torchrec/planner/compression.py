@@ -38,14 +38,16 @@ class Form:
         tt: the shape of the cores, None for a dense table.
         loss: lookups per sample * log2(dense bytes / TT bytes); 0 for a dense table.
         num_bytes: the least that all its shards together need of the capped memory.
-        candidates: the options worth a try when only fitting counts: the fastest, the one with the
+        shardings: all options of this form.
+        candidates: those worth a try when only fitting counts: the fastest, the one with the
             smallest largest shard, the smallest.
     """
 
     tt: TTSpec | None
     loss: float
     num_bytes: int
-    candidates: tuple[ShardingOption, ...]
+    shardings: tuple[ShardingOption, ...] = ()
+    candidates: tuple[ShardingOption, ...] = ()
 
 
 Forms = Sequence[Form]
@@ -104,7 +106,7 @@ def _form(
 
     smallest = min(shardings, key=total)
     candidates = (min(shardings, key=slowest_shard), min(shardings, key=largest_shard), smallest)
-    return Form(tt, loss, total(smallest), candidates)
+    return Form(tt, loss, total(smallest), tuple(shardings), candidates)
 
 
 class PlacementCheck:

@@ -31,7 +31,7 @@ from .constraints import EcoRecConstraints
 from .estimators import EcoRecPerfEstimator, EcoRecStorageEstimator
 from .options import TTShardingOption, tt_of
 
-_HOST_KERNELS = (
+HOST_KERNELS = (
     EmbeddingComputeKernel.FUSED_UVM.value,
     EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
 )
@@ -249,7 +249,7 @@ def _in_allowed_forms(
         if stock.sharding_type not in TT_SHARDING_TYPES:
             return []
         return [TTShardingOption.of(stock, spec, table.dtype) for spec in table.specs]
-    spilled = stock.compute_kernel in _HOST_KERNELS
+    spilled = stock.compute_kernel in HOST_KERNELS
     if spilled and table.specs and stock.compute_kernel not in (constraint.compute_kernels or []):
         return []
     return [stock] if table.dense else []

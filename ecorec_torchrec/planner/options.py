@@ -9,6 +9,7 @@ import torch
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import DataType
 
 from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
 from ecorec_torchrec.tt import TTSpec
@@ -43,6 +44,7 @@ class TTShardingOption(ShardingOption):
         option = copy.copy(self)
         option.__class__ = ShardingOption
         option._tensor = torch.empty(rows, self.tt.embedding_dim, dtype=self.dtype, device="meta")
+        option.output_dtype = self.output_dtype or DataType.FP32  # whatever the cores are stored in
         option.compute_kernel = (
             EmbeddingComputeKernel.DENSE.value
             if self.sharding_type == ShardingType.DATA_PARALLEL.value

@@ -126,11 +126,13 @@ class PlanReport:
         return sum(table.stored_bytes for table in self.tables)
 
     def print(self, file: IO[str] | None = None) -> None:
-        """Coloured on a terminal, plain text elsewhere."""
+        """A table on a terminal that is wide enough, plain text elsewhere."""
         file = file or sys.stdout
-        if file.isatty():
-            console = Console(file=file)
-            console.print(_rich(_TABLE_HEADER, self._table_rows(), "tables"))
+        console = Console(file=file)
+        tables = _rich(_TABLE_HEADER, self._table_rows(), "tables")
+        needed = console.measure(tables, options=console.options.update(width=_ANY_WIDTH)).maximum
+        if console.is_terminal and needed <= console.width:
+            console.print(tables)
             console.print(_rich(_RANK_HEADER, self._rank_rows(), "ranks"))
         else:
             file.write(self.text())
@@ -176,6 +178,7 @@ _TABLE_HEADER = (
     ("table", "<"), ("kernel", "<"), ("sharding", "<"), ("ranks", "<"), ("rows", ">"),
     ("dim", ">"), ("dense bytes", ">"), ("stored bytes", ">"), ("ratio", ">"), ("TT shape", "<"),
 )  # fmt: skip
+_ANY_WIDTH = 10_000
 _RANK_HEADER = (
     ("rank", ">"), ("weight bytes", ">"), ("needed bytes", ">"), ("cap bytes", ">"),
     ("predicted ms", ">"),

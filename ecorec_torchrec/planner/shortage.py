@@ -22,7 +22,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from .compression import Forms, PlacementCheck, least_compression, table_forms
 from .constraints import EcoRecConstraints
-from .enumerator import EcoRecEnumerator, PlannedTable
+from .enumerator import HOST_KERNELS, EcoRecEnumerator, PlannedTable
 from .partitioner import EcoRecPartitioner, main_memory_bytes
 
 _SUGGESTED_RANKS = (64, 32, 16, 8, 4)
@@ -77,66 +77,97 @@ class PlanningInputs:
         except PlannerError:
             return False
 
-    def caps(self) -> list[int]:
-        return [main_memory_bytes(d.storage, self.topology) for d in self.topology.devices]
+    @property
+    def memories(self) -> tuple[str, ...]:
+        """The memories that tables can lie in, by name in `Storage`; the ranks' own first."""
+        return ("ddr",) if self.topology.compute_device == "cpu" else ("hbm", "ddr")
 
-    def with_cap(self, cap: int) -> PlanningInputs:
-        """The same with `cap` bytes of main memory on every rank."""
+    def caps(self, memory: str) -> list[int]:
+        return [getattr(device.storage, memory) for device in self.topology.devices]
+
+    def with_cap(self, memory: str, cap: int) -> PlanningInputs:
+        """The same with `cap` bytes of one memory on every rank."""
         topology = copy.deepcopy(self.topology)
         for device in topology.devices:
-            if topology.compute_device == "cpu":
-                device.storage.ddr = cap
-            else:
-                device.storage.hbm = cap
+            setattr(device.storage, memory, cap)
         return replace(self, topology=topology)
 
 
 def shortage_error(inputs: PlanningInputs) -> PlannerError:
     """The error for inputs that have no plan."""
-    need = _needed_bytes([forms[-1] for forms in inputs.forms().values()], inputs)
-    caps = inputs.caps()
+    needed = _needed(inputs)
     try:
-        capacity = inputs.capacity()
-        have = [main_memory_bytes(device.storage, capacity) for device in capacity.devices]
+        left = [device.storage for device in inputs.capacity().devices]
         reserved_by = ""
     except PlannerError as error:
-        have = [0] * len(caps)
+        left = [Storage(hbm=0, ddr=0) for _ in inputs.topology.devices]
         reserved_by = f"\n{type(inputs.reservation).__name__} leaves nothing: {error}"
-    lines = ["The tables do not fit, even with every table in its smallest allowed form."]
-    lines += ["  rank  need bytes        have bytes        (cap, less what is reserved)"]
-    lines += [
-        f"  {rank:>4}  {needed:<16,}  {left:<16,}  ({cap:,} - {cap - left:,})"
-        for rank, (needed, left, cap) in enumerate(zip(need, have, caps, strict=True))
+    budgets = [
+        Budget(
+            memory,
+            need=[getattr(storage, memory) for storage in needed],
+            have=[getattr(storage, memory) for storage in left],
+            cap=inputs.caps(memory),
+        )
+        for memory in inputs.memories
     ]
-    cures = list(_cures(inputs, need, have))
+    lines = ["The tables do not fit, even with every table in its smallest allowed form."]
+    lines += ["  rank  memory  need bytes        have bytes        (cap, less what is reserved)"]
+    for rank in range(inputs.topology.world_size):
+        lines += [f"  {rank:>4}  {budget.line(rank)}" for budget in budgets if budget.need[rank]]
+    cures = list(_cures(inputs, budgets))
     if cures:
         lines += ["Cures, each of them enough:"]
         lines += [f"  {number}) {cure}" for number, cure in enumerate(cures, start=1)]
     return PlannerError("\n".join(lines) + reserved_by, PlannerErrorType.INSUFFICIENT_STORAGE)
 
 
-def _needed_bytes(forms: Sequence, inputs: PlanningInputs) -> list[int]:
-    """Bytes per rank of the smallest forms, spread evenly over ranks without a cap."""
+@dataclass(frozen=True)
+class Budget:
+    """One kind of memory: per rank the bytes needed, there for tables, and there at all."""
+
+    memory: str
+    need: Sequence[int]
+    have: Sequence[int]
+    cap: Sequence[int]
+
+    def line(self, rank: int) -> str:
+        need, have, cap = self.need[rank], self.have[rank], self.cap[rank]
+        return f"{self.memory:<6}  {need:<16,}  {have:<16,}  ({cap:,} - {cap - have:,})"
+
+
+def _needed(inputs: PlanningInputs) -> list[Storage]:
+    """What the smallest forms need, spread evenly over ranks without a cap.
+
+    In the ranks' own memory where a table may lie there, though host memory could take it.
+    """
     topology = copy.deepcopy(inputs.topology)
     for device in topology.devices:
         device.storage = copy.copy(_NO_LIMIT)
-    options: list[ShardingOption] = [form.candidates[-1] for form in forms]
+
+    def rank_memory(option: ShardingOption) -> tuple[bool, int]:
+        size = sum(main_memory_bytes(shard.storage, topology) for shard in option.shards)
+        return option.compute_kernel in HOST_KERNELS, size
+
+    smallest = [forms[-1] for forms in inputs.forms().values()]
+    options = [min(form.shardings, key=rank_memory) for form in smallest]
     inputs.partitioner.balance_storage(options, topology)
-    need = [0] * topology.world_size
+    needed = [Storage(hbm=0, ddr=0) for _ in topology.devices]
     for option in options:
         for shard in option.shards:
-            need[shard.rank] += main_memory_bytes(shard.storage, topology)
+            needed[shard.rank] += shard.storage
     reset_shard_rank(options)
-    return need
+    return needed
 
 
-def _cures(inputs: PlanningInputs, need: Sequence[int], have: Sequence[int]) -> Iterator[str]:
+def _cures(inputs: PlanningInputs, budgets: Sequence[Budget]) -> Iterator[str]:
     """Changes that were tried and make a plan possible."""
     tables = inputs.tables()
     yield from _allow_tt(inputs, tables)
     yield from _lower_rank(inputs, tables)
-    yield from _raise_cap(inputs, need, have)
-    yield from _reserve_less(inputs, need)
+    for budget in budgets:
+        yield from _raise_cap(inputs, budget)
+    yield from _reserve_less(inputs, budgets[0])
     yield from _reduce_batch(inputs)
 
 
@@ -176,27 +207,28 @@ def _lower_rank(inputs: PlanningInputs, tables: Sequence[PlannedTable]) -> Itera
             return
 
 
-def _raise_cap(inputs: PlanningInputs, need: Sequence[int], have: Sequence[int]) -> Iterator[str]:
-    caps = inputs.caps()
+def _raise_cap(inputs: PlanningInputs, budget: Budget) -> Iterator[str]:
+    rows = list(zip(budget.need, budget.cap, budget.have, strict=True))
+    if all(need <= have for need, _, have in rows):
+        return
+    # Whether the reservation is a number of bytes or a share of the cap.
     cap = max(
-        max(needed + now - left, needed * now // left if left > 0 else 0)
-        for needed, now, left in zip(need, caps, have, strict=True)
+        max(need + cap - have, need * cap // have if have > 0 else 0) for need, cap, have in rows
     )
     for attempt in range(32):
         cap = -(-cap // _MIB) * _MIB
-        if inputs.with_cap(cap).fit():
-            name = "ddr_cap" if inputs.topology.compute_device == "cpu" else "hbm_cap"
+        if inputs.with_cap(budget.memory, cap).fit():
             yield (
-                f"Raise the topology's {name} to {cap} bytes ({cap // _MIB:,} MiB) per rank "
-                f"(now {min(caps)})"
+                f"Raise the topology's {budget.memory}_cap to {cap} bytes ({cap // _MIB:,} MiB) "
+                f"per rank (now {min(budget.cap)})"
             )
             return
         cap = cap * 21 // 20 + 1 if attempt < 20 else 2 * cap
 
 
-def _reserve_less(inputs: PlanningInputs, need: Sequence[int]) -> Iterator[str]:
-    reserved = min(inputs.caps()) - max(need)
-    if inputs.topology.compute_device == "cpu" or reserved < 0:
+def _reserve_less(inputs: PlanningInputs, budget: Budget) -> Iterator[str]:
+    reserved = min(budget.cap) - max(budget.need)
+    if budget.memory != "hbm" or reserved < 0:
         return  # TorchRec's fixed reservations are of HBM
     if replace(inputs, reservation=FixedAbsoluteStorageReservation(reserved)).fit():
         yield (

@@ -36,14 +36,16 @@ def model() -> Callable[..., nn.Module]:
 def topology() -> Callable[..., Topology]:
     """`topology(cap_mib)`: 2 CPU ranks, or GPUs of one host, with `cap_mib` MiB each."""
 
-    def build(cap_mib: float, device: str = "cpu", world_size: int = 2) -> Topology:
+    def build(
+        cap_mib: float, device: str = "cpu", world_size: int = 2, host_mib: float = 2**20
+    ) -> Topology:
         cap = int(cap_mib * 2**20)
         return Topology(
             world_size=world_size,
             local_world_size=world_size,
             compute_device=device,
             hbm_cap=cap,
-            ddr_cap=cap if device == "cpu" else 2**40,
+            ddr_cap=cap if device == "cpu" else int(host_mib * 2**20),
         )
 
     return build

@@ -16,6 +16,7 @@ from torch import Tensor
 from .backends import choose_engine
 from .dtypes import CORE_DTYPES, accumulate_dtype
 from .op import tt_lookup
+from .products import bmm
 from .reference import tt_lookup_reference
 
 _MODES = ("sum", "mean")
@@ -333,9 +334,17 @@ def _three_cores(cores: list[Tensor], batch: TableBatch) -> tuple[list[Tensor], 
         ]
         product = first
         for core in others:
-            product = torch.einsum("iaqr,jrps->ijaqps", product, core).flatten(3, 4).flatten(0, 1)
+            product = _merge(product, core)
         leading.append(product)
     return [torch.cat(leading), *cores[-2:]], three_core_batch
+
+
+def _merge(left: Tensor, right: Tensor) -> Tensor:
+    """Two neighbouring cores as one: `(i, a, q, r)` and `(j, r, p, s)` to `(i*j, a, q*p, s)`."""
+    (i, a, q, r), (j, _, p, s) = left.shape, right.shape
+    product = bmm(left.reshape(1, -1, r).expand(j, -1, -1), right.flatten(2))
+    by_row = product.view(j, i, a, q, p, s).transpose(0, 1)
+    return by_row.reshape(i * j, a, q * p, s)
 
 
 def _three_core_batch(batch: TableBatch) -> TableBatch:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from .dtypes import accumulate_dtype
+from .products import bmm
 
 _TILE_HEIGHTS = (16, 8, 4, 2, 1)
 _DEFAULT_WORKSPACE_BYTES = 64 * 2**20
@@ -252,7 +253,7 @@ def _prefix_products(part: _Part, plan: IndexPlan, cores: list[Tensor], shape: _
         num_tiles = len(tiles.i2_T)
         left = cores[0][plan.i1_P[tiles.prefix_S]].view(num_tiles, -1, shape.r1)
         out = products_ST[tiles.slots].view(num_tiles, -1, shape.q2 * shape.r2)
-        _bmm(left, cores[1][tiles.i2_T], out=out)
+        bmm(left, cores[1][tiles.i2_T], out=out)
     return products_ST
 
 
@@ -261,7 +262,7 @@ def _rows_of_prefixes(
 ) -> Tensor:
     """Part 2: `(U, D)`, one product per unique row."""
     left = prefixes_ST[_slot_of_row(part, plan)].view(-1, shape.q1 * shape.q2, shape.r2)
-    return _bmm(left, cores[2][plan.i3_U[part.rows]]).flatten(1)
+    return bmm(left, cores[2][plan.i3_U[part.rows]]).flatten(1)
 
 
 def _rows(part: _Part, plan: IndexPlan, cores: list[Tensor], shape: _Shape) -> Tensor:
@@ -335,9 +336,9 @@ def _add_core_grads_(
     slot_U, i3_U = _slot_of_row(part, plan), plan.i3_U[part.rows]
 
     left = prefixes_ST[slot_U].view(-1, shape.q1 * shape.q2, shape.r2)
-    _add_to_segments_(grad3.flatten(1), _bmm(left.mT, row_grads).flatten(1), None, i3_U)
+    _add_to_segments_(grad3.flatten(1), bmm(left.mT, row_grads).flatten(1), None, i3_U)
     del left
-    by_row = _bmm(row_grads, cores[2][i3_U].mT).flatten(1)
+    by_row = bmm(row_grads, cores[2][i3_U].mT).flatten(1)
     order_U = torch.argsort(slot_U, stable=True)
     starts = torch.searchsorted(slot_U[order_U], torch.arange(part.num_slots, device=i3_U.device))
     prefix_grads_ST = embedding_bag(order_U, by_row, starts, mode="sum")
@@ -348,24 +349,13 @@ def _add_core_grads_(
         num_tiles = len(tiles.i2_T)
         left = cores[0][plan.i1_P[tiles.prefix_S]].view(num_tiles, -1, shape.r1)
         grads = prefix_grads_ST[tiles.slots].view(num_tiles, -1, shape.q2 * shape.r2)
-        _add_to_segments_(grad2.flatten(1), _bmm(left.mT, grads).flatten(1), None, tiles.i2_T)
+        _add_to_segments_(grad2.flatten(1), bmm(left.mT, grads).flatten(1), None, tiles.i2_T)
         out = left_grads[tiles.slots].view(num_tiles, -1, shape.r1)
-        _bmm(grads, cores[1][tiles.i2_T].mT, out=out)
+        bmm(grads, cores[1][tiles.i2_T].mT, out=out)
     _add_to_segments_(grad1, left_grads, part.slot_P, plan.i1_P[part.prefixes])
 
 
 # Building blocks
-
-
-def _bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """`torch.bmm` whose items do not depend on the batch: with fewer matrices than threads, BLAS
-    would split one matrix among threads and sum in another order."""
-    batch = a.shape[0]
-    missing = max(2, torch.get_num_threads()) - batch if a.device.type == "cpu" else 0
-    if missing <= 0 or not batch:
-        return torch.bmm(a, b, out=out) if out is not None else torch.bmm(a, b)
-    padded = torch.bmm(*(torch.cat([x, x[:1].expand(missing, -1, -1)]) for x in (a, b)))[:batch]
-    return out.copy_(padded) if out is not None else padded
 
 
 def _add_to_segments_(

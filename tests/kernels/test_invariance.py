@@ -149,6 +149,20 @@ def test_threads(make_case, dtype, num_cores):
         assert_same_bits(results(case), single)
 
 
+def test_threads_and_more_than_three_cores(lookup_case):
+    """The leading cores are multiplied out: so large that a BLAS wants to split the sums."""
+    batch = TableBatch(
+        ("t",), (30**4,), ((30, 30, 30, 30),), (4, 4, 4, 4), (16, 16, 16), ("f",), (0,)
+    )
+    cores = [torch.randn(shape) for shape in batch.core_shapes]
+    ids, offsets = torch.randint(30**4, (500,)), torch.arange(0, 501, 10)
+    case = lookup_case(batch, ids, offsets, cores, None, "sum")
+    torch.set_num_threads(1)
+    single = results(case)
+    torch.set_num_threads(2)
+    assert_same_bits(results(case), single)
+
+
 def test_threads_share_a_large_call(make_case, dtype):
     """Enough lookups for every thread to get work, in one bag and in many."""
     case = make_case("c", dtype)

@@ -142,9 +142,10 @@ class PlanReport:
         return _plain(_TABLE_HEADER, self._table_rows()) + _plain(_RANK_HEADER, self._rank_rows())
 
     def _table_rows(self) -> list[list[str]]:
+        several_modules = len({table.module for table in self.tables}) > 1
         rows = [
             [
-                f"{table.module}.{table.name}" if table.module else table.name,
+                f"{table.module}.{table.name}" if several_modules else table.name,
                 table.kernel,
                 table.sharding,
                 _ranks(table.ranks),

@@ -73,7 +73,7 @@ def test_plain_text_where_nobody_watches(topology, sharders):
     report.print(file)
     lines = file.getvalue().splitlines()
     assert lines[0].split()[:4] == ["table", "kernel", "sharding", "ranks"]
-    assert lines[1].split()[:2] == ["ebc.users", "tt"]
+    assert lines[1].split()[:2] == ["users", "tt"]
     assert "p=20x20x25 q=4x4x4 r=8x8" in lines[1]
     assert f"{report.stored_bytes:,}" in lines[4]
     assert "\x1b" not in file.getvalue()
@@ -90,7 +90,7 @@ def test_drawn_table_where_the_terminal_has_room(topology, sharders, monkeypatch
     _, report = planned(topology, sharders)
     file = Terminal()
     report.print(file)
-    assert "ebc.users" in file.getvalue()
+    assert "users" in file.getvalue()
     assert ("┃" in file.getvalue()) == drawn
 
 

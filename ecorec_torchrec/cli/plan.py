@@ -25,14 +25,13 @@ def run(arguments: list[str]) -> None:
     from ecorec_torchrec.train.data import load_dataset
     from ecorec_torchrec.train.model import DENSE, TT
     from ecorec_torchrec.train.placement import make_topology, plan_model
-    from ecorec_torchrec.train.report import print_plan
 
     schema = load_dataset(options.data, options.seed).schema
     device_type = "cuda" if options.train.device == "cuda" else "cpu"
     topology = make_topology(options, device_type, options.nproc)
     variant = TT if options.tt.tables else DENSE
     planned = plan_model(options, schema, variant, topology)
-    print_plan(planned.plan, planned.model, f"Plan of {options.name} for {options.nproc} ranks")
+    planned.report.print()
     if options.out is not None:
         save_plan(planned.plan, options.out, world_size=options.nproc)
         print(f"written to {options.out}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,9 @@ def _read_weights(checkpoint: Path, table: str) -> list[Tensor]:
         and table_of(name) == table
         and isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(weights, checkpoint_id=checkpoint, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(weights, checkpoint_id=checkpoint)
     return list(weights.values())
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SHUTDOWN_TIMEOUT_S = 5
 # Errors that a user can mend: their message says it all, and no traceback is shown.
-_PLAIN_ERRORS = ("ValueError", "FloatingPointError", "PlannerError")
+_PLAIN_ERRORS = ("ValueError", "FloatingPointError")
 
 
 class RunFailedError(Exception):
@@ -98,7 +98,7 @@ def _limit_threads(local_world_size: int) -> None:
 
 def _quiet_libraries() -> None:
     """Hides messages that speak of the insides of torch and TorchRec, on every rank, every run."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.")
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,12 +13,17 @@ from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
+from torchrec.distributed.planner.types import (
+    KernelConfig,
+    PlannerError,
+    TopologyFactory,
+    TrainerConfig,
+)
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from ecorec_torchrec.plan import load_plan
-from ecorec_torchrec.planner import EcoRecConstraints, EcoRecPlanner
+from ecorec_torchrec.planner import EcoRecConstraints, EcoRecPlanner, PlanReport
 from ecorec_torchrec.sharding import get_ecorec_sharders
 from ecorec_torchrec.train.config import TrainConfig
 from ecorec_torchrec.train.data import Schema
@@ -33,11 +40,13 @@ class PlannedModel:
     Attributes:
         model: tables on the meta device.
         plan: where they go.
-        tt_specs: the tables that are TT, which `tt.choice: auto` leaves to the planner.
+        report: the plan for people.
+        tt_specs: the tables that are TT.
     """
 
     model: RankingModel
     plan: ShardingPlan
+    report: PlanReport
     tt_specs: dict[str, TTSpec]
 
 
@@ -47,16 +56,26 @@ def plan_model(
     """Builds the model and its plan. With a process group, all ranks call it together.
 
     Raises:
-        ValueError: a table or shape of the configuration does not fit the data, or the plan file
-            does not fit the model.
-        torchrec.distributed.planner.types.PlannerError: no plan fits into the memory.
+        ValueError: a table or shape of the configuration does not fit the data, the plan file does
+            not fit the model, or no plan fits into the memory.
     """
     specs = tt_specs(config.tt, schema, config.model.embedding_dim) if variant.uses_tt else {}
-    model = build_model(config, schema, variant, specs)
     if config.plan.file is not None and variant.uses_tt:
-        return PlannedModel(model, load_plan(config.plan.file, model, topology.world_size), specs)
-    plan = _make_plan(config, model, variant, topology)
-    return PlannedModel(model, plan, specs)
+        model = build_model(config, schema, variant, specs)
+        plan: ShardingPlan = load_plan(config.plan.file, model, topology.world_size)
+        return PlannedModel(model, plan, PlanReport.of(plan, model), specs)
+    leave_choice = variant.uses_tt and config.tt.choice == "auto"
+    model = build_model(config, schema, variant, {} if leave_choice else specs)
+    try:
+        planner = _make_planner(config, variant, topology)
+        plan = _plan_on_all_ranks(planner, model, sharders_of(variant))
+    except PlannerError as error:
+        raise ValueError(str(error)) from error
+    report = getattr(planner, "report", None) or PlanReport.of(plan, model)
+    if leave_choice:
+        specs = {table.name: table.tt for table in report.tables if table.tt is not None}
+        model = build_model(config, schema, variant, specs)
+    return PlannedModel(model, plan, report, specs)
 
 
 def make_topology(config: TrainConfig, device_type: str, world_size: int) -> Topology:
@@ -81,36 +100,42 @@ def shard_model(
 ) -> DistributedModelParallel:
     """Shards the model over the ranks; weights are drawn from torch's default generator."""
     return DistributedModelParallel(
-        planned.model, device=device, plan=planned.plan, sharders=_sharders(variant)
+        planned.model, device=device, plan=planned.plan, sharders=sharders_of(variant)
     )
 
 
-def _sharders(variant: Variant) -> list[ModuleSharder[nn.Module]]:
+def sharders_of(variant: Variant) -> list[ModuleSharder[nn.Module]]:
+    """Stock TorchRec sharders for the twins, EcoRec's for the TT model."""
     return get_ecorec_sharders() if variant.uses_tt else get_default_sharders()
 
 
-def _make_plan(
-    config: TrainConfig, model: RankingModel, variant: Variant, topology: Topology
+def _make_planner(
+    config: TrainConfig, variant: Variant, topology: Topology
+) -> EmbeddingShardingPlanner:
+    arguments: dict[str, Any] = {
+        "topology": topology,
+        "batch_size": -(-config.train.batch_size // topology.world_size),
+        "storage_reservation": FixedPercentageStorageReservation(_RESERVED_FRACTION),
+        "debug": False,
+    }
+    if not variant.uses_tt:
+        return EmbeddingShardingPlanner(**arguments)
+    constraints = {}
+    if config.tt.choice == "auto":
+        if config.tt.shapes:
+            warnings.warn(
+                f"tt.shapes of {', '.join(config.tt.shapes)} is ignored: with tt.choice=auto the "
+                "planner chooses shapes of tt.rank",
+                stacklevel=2,
+            )
+        allowed = EcoRecConstraints(tt="auto", tt_ranks=(config.tt.rank,))
+        constraints = dict.fromkeys(config.tt.tables, allowed)
+    return EcoRecPlanner(**arguments, constraints=constraints)
+
+
+def _plan_on_all_ranks(
+    planner: EmbeddingShardingPlanner, model: nn.Module, sharders: list[ModuleSharder[nn.Module]]
 ) -> ShardingPlan:
-    rows_per_rank = -(-config.train.batch_size // topology.world_size)
-    reservation = FixedPercentageStorageReservation(_RESERVED_FRACTION)
-    if variant.uses_tt:
-        constraints = {table: EcoRecConstraints(tt="always") for table in config.tt.tables}
-        planner = EcoRecPlanner(
-            topology=topology,
-            batch_size=rows_per_rank,
-            storage_reservation=reservation,
-            constraints=constraints,
-            debug=False,
-        )
-    else:
-        planner = EmbeddingShardingPlanner(
-            topology=topology,
-            batch_size=rows_per_rank,
-            storage_reservation=reservation,
-            debug=False,
-        )
-    sharders = _sharders(variant)
     if dist.is_initialized() and dist.get_world_size() > 1:
         return planner.collective_plan(model, sharders, dist.group.WORLD)
     return planner.plan(model, sharders)

@@ -8,10 +8,6 @@ from collections.abc import Mapping, Sequence
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from torchrec.distributed.types import ShardingPlan
-
-from ecorec_torchrec.plan.tables import model_tables
 
 _PLAIN_WIDTH = 120
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -38,48 +34,6 @@ def human_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} {_UNITS[-1]}"
-
-
-def print_plan(plan: ShardingPlan, model: nn.Module, title: str = "Plan") -> None:
-    """One line per table: where it lives, how it is stored, and its weights' bytes in fp32.
-
-    Args:
-        plan: the plan.
-        model: the unsharded model that it is for.
-    """
-    rows = []
-    for module_path, tables in model_tables(model).items():
-        module_plan = plan.plan[module_path]
-        for name, table in tables.items():
-            entry = module_plan[name]  # type: ignore[index]
-            spec = getattr(entry, "tt", None) or table.tt
-            dense_bytes = table.num_embeddings * table.embedding_dim * 4
-            if spec is None:
-                shape, num_bytes = f"{table.num_embeddings} x {table.embedding_dim}", dense_bytes
-            else:
-                shape = " ".join(
-                    f"{what}={'x'.join(map(str, values))}"
-                    for what, values in (
-                        ("p", spec.row_factors),
-                        ("q", spec.col_factors),
-                        ("r", spec.ranks),
-                    )
-                )
-                num_bytes = spec.nbytes()
-            rows.append(
-                [
-                    name,
-                    "dense" if spec is None else "tt",
-                    entry.sharding_type,
-                    ",".join(map(str, entry.ranks or [])),
-                    f"{table.num_embeddings:,}",
-                    shape,
-                    human_bytes(num_bytes),
-                    f"{dense_bytes / num_bytes:,.0f}x",
-                ]
-            )
-    columns = ("table", "kernel", "sharding", "ranks", "rows", "shape", "weights", "smaller")
-    print_table(title, columns, rows)
 
 
 def print_figures(title: str, figures: Mapping[str, Mapping[str, str]]) -> None:

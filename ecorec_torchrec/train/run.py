@@ -183,8 +183,9 @@ def _print_summary(summary: dict[str, Any], results: list[TrainResult], folder: 
         if "bytes_ratio_rows_that_occur_to_tt" in summary:
             ratio = summary["bytes_ratio_rows_that_occur_to_tt"]
             line += f", {ratio:.2f}x against only the rows that ever occur"
+        loss = summary["auc_loss_tt"]
         print(
-            f"{line}; AUC {summary['auc_loss_tt']:+.4f} below dense; "
+            f"{line}; AUC {abs(loss):.4f} {'below' if loss > 0 else 'above'} dense, at "
             f"{summary['speed_ratio_tt_to_dense']:.2f}x its speed"
         )
     print(f"run folder: {folder}", flush=True)

@@ -26,7 +26,6 @@ from ecorec_torchrec.train.metrics import BinaryQuality, Quality
 from ecorec_torchrec.train.model import Variant
 from ecorec_torchrec.train.optimizers import build_optimizer
 from ecorec_torchrec.train.placement import make_topology, plan_model, shard_model
-from ecorec_torchrec.train.report import print_plan
 from ecorec_torchrec.train.run_folder import MetricsWriter
 
 _CHANCE_MARGIN = 0.005
@@ -93,7 +92,8 @@ class Trainer:
         topology = make_topology(config, device.type, self._world_size)
         planned = plan_model(config, dataset.schema, variant, topology)
         if self._prints:
-            print_plan(planned.plan, planned.model, f"Plan of the {variant.name} model")
+            print(f"plan of the {variant.name} model:")
+            planned.report.print()
         if self._rank == 0:
             save_plan(planned.plan, folder / "plan.yaml", world_size=self._world_size)
         self.model = shard_model(planned, variant, device)

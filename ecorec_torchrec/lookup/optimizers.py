@@ -99,7 +99,9 @@ class OptimizerSpec:
         settings = {
             name: value
             for name, value in fused_params.items()
-            if name in OPTIMIZER_SETTINGS - {"optimizer"} and value not in (None, False)
+            if name in OPTIMIZER_SETTINGS - {"optimizer"}
+            and value is not None
+            and value is not False
         }
         decay_mode = settings.pop("weight_decay_mode", None)
         if settings.get("weight_decay"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -100,10 +101,19 @@ def build_model(
             num_embeddings=variant.folded_rows.get(feature.name, feature.num_embeddings),
             feature_names=[feature.name],
             pooling=PoolingType[config.model.pooling.upper()],
+            **(_init_range(config.tt.entry_std) if feature.name in specs else {}),
         )
         for feature in schema.sparse
     ]
     return RankingModel(_dlrm(_collection(tables, specs, config), config.model, len(schema.dense)))
+
+
+def _init_range(entry_std: float | None) -> dict[str, float]:
+    """The table config's way to say how far initial entries spread: a uniform distribution."""
+    if entry_std is None:
+        return {}
+    bound = entry_std * math.sqrt(3)
+    return {"weight_init_min": -bound, "weight_init_max": bound}
 
 
 def _collection(

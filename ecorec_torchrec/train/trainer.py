@@ -284,8 +284,9 @@ class _Window:
 
     def close(self) -> tuple[float, float]:
         """The mean loss per row and the rows per second of all ranks; they call it together."""
-        sums = torch.stack([self._loss, torch.tensor(self._rows).to(self._loss)])
+        sums = self._loss.new_tensor([self._loss.item(), self._rows, 0.0])  # waits for the device
+        sums[2] = time.perf_counter() - self._start
         dist.all_reduce(sums)
-        loss, rows = sums.tolist()  # waits for the device
-        elapsed_s = time.perf_counter() - self._start
-        return loss / (self.steps * dist.get_world_size()), rows / elapsed_s
+        loss, rows, elapsed_s = sums.tolist()
+        world_size = dist.get_world_size()
+        return loss / (self.steps * world_size), rows / (elapsed_s / world_size)

@@ -27,10 +27,12 @@ from torchrec.distributed.types import (
     ShardingEnv2D,
     ShardingType,
 )
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
 )
+from torchrec.optim.fused import EmptyFusedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from ecorec_torchrec.lookup import (
@@ -49,11 +51,14 @@ from ecorec_torchrec.modules import (
     init_table_cores_,
 )
 from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
+from ecorec_torchrec.tt import TTSpec
 
 from .dist_groups import NUM_DIST_GROUPS, split_dist_groups
 from .pooled import TTDpPooledEmbeddingSharding, TTTwPooledEmbeddingSharding
 from .state import CoreState, add_whole_cores, core_states, take_local_cores
 from .tables import TablesView, check_data_parallel, resolve_tt_tables
+
+_ROW_CUT = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
 
 
 class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
@@ -112,6 +117,7 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             sharded_module_order_overwrite,
         )
         self._untrainable = self._tables_without_optimizer()
+        self._late_mean_D = self._columns_averaged_late().to(self._device)
         if _has_cores(module):
             self._copy_cores(module)
 
@@ -179,12 +185,12 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._core_states: list[CoreState] = []
         for name, spec in self._tt_specs.items():
             cores = local_cores.get(name)
-            if cores is not None:
-                self.embedding_bags[name].tt_cores = TableCores(cores)
+            dtype = core_dtype(self._table_name_to_config[name])
+            self.embedding_bags[name].tt_cores = TableCores(cores or _placeholders(spec, dtype))
             self._core_states += core_states(
                 f"embedding_bags.{name}",
                 spec,
-                core_dtype(self._table_name_to_config[name]),
+                dtype,
                 cores,
                 self.module_sharding_plan[name],
                 self._env,
@@ -269,7 +275,27 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """
         if isinstance(features, KeyedJaggedTensor):
             self._check_features(features)
-        return super().input_dist(ctx, features)
+        awaitable = super().input_dist(ctx, features)
+        if ctx.divisor is not None:
+            ctx.divisor = torch.where(self._late_mean_D, ctx.divisor, 1.0)
+        return awaitable
+
+    def _columns_averaged_late(self) -> Tensor:
+        """Columns of the output that are sums of row-wise shards still to be made means.
+
+        TorchRec divides all columns as soon as one table is row-wise with mean pooling; those of
+        other tables are means or sums already.
+        """
+        late = {
+            name
+            for infos in self.sharding_type_to_sharding_infos.values()
+            for info in infos
+            if info.param_sharding.sharding_type in _ROW_CUT
+            and info.embedding_config.pooling is PoolingType.MEAN
+            for name in info.embedding_config.embedding_names
+        }
+        columns = zip(self._embedding_names, self._embedding_dims, strict=True)
+        return torch.tensor([name in late for name, dim in columns for _ in range(dim)])
 
     def _check_features(self, features: KeyedJaggedTensor) -> None:
         names = [name for c in self._embedding_bag_configs for name in c.feature_names]
@@ -327,6 +353,14 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 "save a checkpoint and load it into a model with the new plan"
             )
         super().update_shards(changed_sharding_params, env, device)
+
+
+def _placeholders(spec: TTSpec, dtype: torch.dtype) -> list[nn.Parameter]:
+    """What a rank shows of another rank's table, as TorchRec does: names must not differ."""
+    placeholders = [nn.Parameter(torch.empty(0, dtype=dtype)) for _ in spec.core_shapes]
+    for placeholder in placeholders:
+        placeholder._in_backward_optimizers = [EmptyFusedOptimizer()]
+    return placeholders
 
 
 def _has_cores(module: EmbeddingBagCollectionInterface) -> bool:

@@ -33,7 +33,7 @@ class CoreState:
 
     Args:
         key: its name within the collection, `embedding_bags.<table>.tt_cores.<k>`.
-        is_local: whether this rank holds it as a parameter.
+        is_local: whether this rank holds its values.
         whole: the ShardedTensor or DTensor that every rank saves; None for a data-parallel core.
     """
 
@@ -119,6 +119,8 @@ def add_whole_cores(states: Sequence[CoreState], destination: dict[str, Any], pr
 def take_local_cores(states: Sequence[CoreState], state_dict: dict[str, Any], prefix: str) -> None:
     """Before a state dict is loaded: only what this rank holds stays, as plain tensors.
 
+    Where another rank owns a table, empty tensors stay for the placeholders of its cores.
+
     Raises:
         ValueError: this rank holds a core of which the state dict has no value here.
     """
@@ -126,10 +128,8 @@ def take_local_cores(states: Sequence[CoreState], state_dict: dict[str, Any], pr
         key = prefix + state.key
         if key not in state_dict:
             continue
-        if state.is_local:
-            state_dict[key] = _local_value(key, state_dict[key])
-        else:
-            del state_dict[key]
+        local = _local_value(key, state_dict[key]) if state.is_local else torch.empty(0)
+        state_dict[key] = local
 
 
 def _local_value(key: str, value: Any) -> Tensor:

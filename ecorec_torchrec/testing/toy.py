@@ -23,7 +23,7 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import QuantizedCommCodecs, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -203,8 +203,10 @@ def shard(
     plan: Mapping[str, ParameterShardingGenerator],
     fused_params: dict[str, Any] | None = SGD,
     num_dist_groups: int = 1,
-    **sharder_arguments: Any,
+    env: ShardingEnv | None = None,
+    qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
 ) -> DistributedModelParallel:
+    """`model` with its collection sharded by `plan` over all ranks."""
     entries = construct_module_sharding_plan(
         model.ebc,
         dict(plan),
@@ -215,11 +217,10 @@ def shard(
     )
     return DistributedModelParallel(
         model,
+        env=env,
         device=torch.device("cpu"),
         plan=ShardingPlan({"ebc": entries}),
-        sharders=get_ecorec_sharders(
-            fused_params, num_dist_groups=num_dist_groups, **sharder_arguments
-        ),
+        sharders=get_ecorec_sharders(fused_params, qcomm_codecs_registry, num_dist_groups),
     )
 
 

@@ -1,0 +1,58 @@
+"""Settings of TT tables, as read from TorchRec's `fused_params`."""
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+
+from ecorec_torchrec.lookup import TTSettings
+from ecorec_torchrec.tt import TTSpec
+
+SPEC = TTSpec(60, (3, 4, 5), (2, 2, 2), (3, 4))
+
+
+def settings(**fused_params) -> TTSettings:
+    return TTSettings.from_fused_params("users", SPEC, fused_params, data_parallel=False)
+
+
+def test_values_are_taken_over() -> None:
+    found = settings(
+        bounds_check_mode=BoundsCheckMode.V2_WARNING,
+        output_dtype=SparseType.BF16,
+        workspace_bytes=1 << 20,
+        backend="reference",
+    )
+    assert (found.bounds_check, found.output_dtype) == ("warning", torch.bfloat16)
+    assert (found.workspace_bytes, found.backend) == (1 << 20, "reference")
+
+
+def test_settings_pass_through_a_group_config() -> None:
+    found = settings(optimizer=EmbOptimType.ADAM, learning_rate=0.1)
+    assert TTSettings.of(found.as_fused_params()) == found
+    assert len({found, settings(optimizer=EmbOptimType.ADAM, learning_rate=0.1)}) == 1
+    assert found != settings(optimizer=EmbOptimType.ADAM, learning_rate=0.2)
+
+
+def test_data_parallel_tables_have_no_fused_optimizer() -> None:
+    fused_params = {"optimizer": EmbOptimType.LAMB}
+    assert (
+        TTSettings.from_fused_params("t", SPEC, fused_params, data_parallel=True).optimizer is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"workspace_bytes": 0}, "'users': workspace_bytes=0"),
+        ({"backend": "cuda"}, "'users': backend='cuda'"),
+        ({"output_dtype": SparseType.INT8}, "'users': output_dtype"),
+    ],
+)
+def test_bad_values_are_refused(setting: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(**setting)
+
+
+def test_settings_of_fbgemm_that_do_not_apply_are_named() -> None:
+    with pytest.warns(UserWarning, match=r"\['cache_load_factor'\] do not apply to TT tables"):
+        settings(cache_load_factor=0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -19,6 +20,16 @@ def numba_error() -> str | None:
     try:
         import numba  # noqa: F401
     except Exception as error:  # a numba that does not fit numpy fails in many ways
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@cache
+def triton_error() -> str | None:
+    """Why Triton cannot be used; None if it can."""
+    try:
+        import triton  # noqa: F401
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -62,15 +73,23 @@ def tt_index(indices: Tensor, offsets: Tensor, batch: str, bounds_check: str) ->
     indices, offsets = indices.contiguous(), offsets.contiguous()
     if bounds_check != "none" or indices.device.type == "cpu":
         check_offsets(indices, offsets, tables)
-    builder = reference.build_plan
-    if indices.device.type == "cpu" and numba_error() is None:
+    plan, first_out_of_range = _builder(indices.device)(indices, offsets, tables)
+    # On a GPU the position is a tensor: whoever does not look does not wait.
+    if bounds_check in ("fatal", "warning") and first_out_of_range >= 0:
+        report_out_of_range(int(first_out_of_range), indices, offsets, tables, bounds_check)
+    return list(plan)
+
+
+def _builder(device: torch.device) -> Callable[..., tuple[IndexPlan, int | Tensor]]:
+    if device.type == "cpu" and numba_error() is None:
         from . import cpu_plan  # imported on use: numba takes a second
 
-        builder = cpu_plan.build_plan
-    plan, first_out_of_range = builder(indices, offsets, tables)
-    if first_out_of_range >= 0:
-        report_out_of_range(first_out_of_range, indices, offsets, tables, bounds_check)
-    return list(plan)
+        return cpu_plan.build_plan
+    if device.type == "cuda" and triton_error() is None:
+        from . import triton_plan
+
+        return triton_plan.build_plan
+    return reference.build_plan
 
 
 @tt_index.register_fake

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
-from ecorec_torchrec.kernels.tt_index.op import numba_error
+from ecorec_torchrec.kernels.tt_index.op import numba_error, triton_error
 
 BACKENDS = ("auto", "triton", "cpu", "reference")
 
 
 def unavailable_backends(device: torch.device) -> dict[str, str]:
     """The backends that cannot run on `device`, each with the reason."""
-    reasons = {"triton": "this version has no Triton kernels"}
+    reasons = {}
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and device.type == "cpu"
+    if device.type != "cuda" and not interpreted:
+        reasons["triton"] = f"it takes CUDA tensors, these are on {device}"
+    elif triton_error() is not None:
+        reasons["triton"] = f"Triton cannot be imported ({triton_error()})"
     if device.type != "cpu":
         reasons["cpu"] = f"it takes CPU tensors, these are on {device}"
     return reasons
 
 
 def choose_engine(backend: str, device: torch.device, core_dtype: torch.dtype) -> str:
-    """The engine behind a backend: "reference", "torch" (grouped PyTorch) or "numba".
+    """The engine behind a backend: "reference", "torch" (grouped PyTorch), "numba" or "triton".
 
-    `cpu` runs the numba kernels, and the grouped form in PyTorch where numba is missing or the
-    cores are fp64. `auto` is `cpu` on the CPU, and the grouped form in PyTorch elsewhere.
+    `cpu` runs the numba kernels, `triton` the Triton kernels; without numba, and for fp64 cores,
+    which neither takes, the grouped form in PyTorch runs. `auto` is `cpu` on the CPU; on CUDA it
+    is `triton`, or the grouped form in PyTorch where Triton cannot be imported.
 
     Raises:
         ValueError: the backend is unknown or cannot run here; the message says what can, and why.
@@ -36,6 +44,10 @@ def choose_engine(backend: str, device: torch.device, core_dtype: torch.dtype) -
         raise ValueError(f"backend={backend!r}, but available are {available} ({why})")
     if backend == "reference":
         return "reference"
-    if device.type == "cpu" and core_dtype != torch.float64 and numba_error() is None:
+    if core_dtype == torch.float64:
+        return "torch"
+    if backend == "triton" or (device.type == "cuda" and "triton" not in reasons):
+        return "triton"
+    if device.type == "cpu" and numba_error() is None:
         return "numba"
     return "torch"

@@ -9,7 +9,7 @@ import torch
 from ecorec_torchrec.kernels.tt_index import IndexPlan
 from torch import Tensor
 
-ENGINES = ("torch", "numba")
+ENGINES = ("torch", "numba", "triton")
 
 
 def tt_lookup(
@@ -29,7 +29,7 @@ def tt_lookup(
     `functional.py`. Replaces FBGEMM's `split_embedding_codegen_lookup_*` operators.
 
     Args:
-        engine: "torch" or "numba".
+        engine: "torch", "numba" or "triton".
 
     Raises:
         ValueError: `workspace_bytes` is below the floor that the message names.
@@ -51,6 +51,10 @@ def _engine(name: str) -> ModuleType:
         from . import cpu_engine  # imported on use: numba takes a second
 
         return cpu_engine
+    if name == "triton":
+        from . import triton_engine  # imported on use: Triton may be missing
+
+        return triton_engine
     from . import torch_grouped
 
     return torch_grouped

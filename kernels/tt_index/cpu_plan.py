@@ -20,7 +20,7 @@ from .plan import IndexPlan
 from .table_batch import TableBatch
 
 _MAX_DIGIT_BITS = 11
-_MIN_LOOKUPS_PER_WORKER = 65_536
+_MIN_LOOKUPS_PER_WORKER = 16_384
 _MAX_PACKED_BITS = 63
 # `_divide` works in float64.
 _MAX_KEY_BITS = 52

@@ -11,6 +11,7 @@ Legend: L lookups, U unique rows, P prefixes, B bags per feature, F features, D 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -203,12 +204,12 @@ def _core_gradients_(
     G3_T.reshape(-1, q3, r2)[:] = call.cores[2].reshape(-1, r2, q3).transpose(0, 2, 1)
     range_starts = np.empty((len(index.group_starts), 3), np.int64)
     num_ranges = kernels.independent_ranges(
-        call.num_prefixes, index.i1_P, index.i2_P, index.i3_U, index.prefix_starts, range_starts
+        index.group_starts, index.i1_P, index.i3_U, index.prefix_starts, range_starts
     )
     # The partial sums of a range cover the rows of G1 and G3 up to the next range.
     copy_bytes_R = np.diff(range_starts[: num_ranges + 1, 1:], axis=0) @ [q1 * r1, q3 * r2]
     copy_bytes_R *= kernels.NUM_COPIES * _FLOAT_BYTES
-    fixed_bytes += lookup_bytes + G3_T.nbytes + range_starts.nbytes + copy_bytes_R.nbytes
+    fixed_bytes += lookup_bytes + G3_T.nbytes + 2 * range_starts.nbytes
     num_workers, max_copy_bytes = _divide_workspace(
         call.num_workers,
         layout[-1],
@@ -327,10 +328,10 @@ def _divide_workspace(
 
 def _floats(*shape: int) -> np.ndarray:
     """Uninitialised float32, on a cache line's boundary: vectors then never straddle two."""
-    size = int(np.prod(shape)) * _FLOAT_BYTES
-    raw = np.empty(size + _ALIGNMENT_BYTES, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT_BYTES
-    return raw[start : start + size].view(np.float32).reshape(shape)
+    size = math.prod(shape)
+    raw = np.empty(size + _ALIGNMENT_BYTES // _FLOAT_BYTES, np.float32)
+    start = -raw.ctypes.data % _ALIGNMENT_BYTES // _FLOAT_BYTES
+    return raw[start : start + size].reshape(shape)
 
 
 def _cast_bytes(*tensors: Tensor) -> int:

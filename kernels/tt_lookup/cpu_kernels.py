@@ -208,38 +208,47 @@ def weight_gradients(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def independent_ranges(num_prefixes, i1_P, i2_P, i3_U, prefix_starts, range_starts):  # type: ignore[no-untyped-def]
+def _lowest_and_highest(values, low, high):  # type: ignore[no-untyped-def]
+    lowest = highest = values[low]
+    for i in range(low + 1, high):
+        lowest, highest = min(lowest, values[i]), max(highest, values[i])
+    return np.int64(lowest), np.int64(highest)
+
+
+@njit(cache=True, nogil=True)
+def independent_ranges(group_starts, i1_P, i3_U, prefix_starts, ranges):  # type: ignore[no-untyped-def]
     """Cuts the prefixes where no row of G1 or G3 is used on both sides: at least between tables.
 
-    Entry k of `range_starts` (groups + 1, 3) becomes the first prefix, G1 row and G3 row of range
-    k; the entry past the last range is the end. Returns the number of ranges.
+    Entry k of `ranges` (groups + 1, 3) becomes the first prefix, the first G1 row and the first G3
+    row of range k; the entry past the last range is the end of all. Returns the number of ranges.
     """
-    # From the back, into the last entries: the lowest rows from each group on.
-    lowest_1, lowest_3 = np.int64(2**62), np.int64(2**62)
-    slot = len(range_starts)
-    for prefix in range(num_prefixes - 1, -1, -1):
-        lowest_1 = min(lowest_1, np.int64(i1_P[prefix]))
-        for row in range(prefix_starts[prefix], prefix_starts[prefix + 1]):
-            lowest_3 = min(lowest_3, np.int64(i3_U[row]))
-        if prefix == 0 or i2_P[prefix] != i2_P[prefix - 1]:
-            slot -= 1
-            range_starts[slot, 1], range_starts[slot, 2] = lowest_1, lowest_3
+    num_groups = len(group_starts) - 1
+    highest = np.empty((num_groups, 2), np.int64)
+    # From the back: the lowest rows of G1 and G3 from each group on.
+    lowest_1 = lowest_3 = np.int64(2**62)
+    for group in range(num_groups - 1, -1, -1):
+        low, high = group_starts[group], group_starts[group + 1]
+        if low < high:
+            low_1, highest[group, 0] = _lowest_and_highest(i1_P, low, high)
+            low_3, highest[group, 1] = _lowest_and_highest(
+                i3_U, prefix_starts[low], prefix_starts[high]
+            )
+            lowest_1, lowest_3 = min(lowest_1, low_1), min(lowest_3, low_3)
+        ranges[group, 1], ranges[group, 2] = lowest_1, lowest_3
     # From the front: a cut is free where they lie above the highest rows so far.
     count = 0
-    highest_1, highest_3 = np.int64(-1), np.int64(-1)
-    for prefix in range(num_prefixes):
-        if prefix == 0 or i2_P[prefix] != i2_P[prefix - 1]:
-            lowest_1, lowest_3 = range_starts[slot, 1], range_starts[slot, 2]
-            slot += 1
+    highest_1 = highest_3 = np.int64(-1)
+    for group in range(num_groups):
+        if group_starts[group] < group_starts[group + 1]:
+            lowest_1, lowest_3 = ranges[group, 1], ranges[group, 2]
             if lowest_1 > highest_1 and lowest_3 > highest_3:
-                range_starts[count, 0] = prefix
-                range_starts[count, 1], range_starts[count, 2] = lowest_1, lowest_3
+                ranges[count, 0] = group_starts[group]
+                ranges[count, 1], ranges[count, 2] = lowest_1, lowest_3
                 count += 1
-        highest_1 = max(highest_1, np.int64(i1_P[prefix]))
-        for row in range(prefix_starts[prefix], prefix_starts[prefix + 1]):
-            highest_3 = max(highest_3, np.int64(i3_U[row]))
-    range_starts[count, 0] = num_prefixes
-    range_starts[count, 1], range_starts[count, 2] = highest_1 + 1, highest_3 + 1
+            highest_1 = max(highest_1, highest[group, 0])
+            highest_3 = max(highest_3, highest[group, 1])
+    ranges[count, 0] = group_starts[num_groups]
+    ranges[count, 1], ranges[count, 2] = highest_1 + 1, highest_3 + 1
     return count
 
 

@@ -10,8 +10,9 @@ from ecorec_torchrec.kernels.tt_index import TableBatch
 from torch import Tensor
 
 NUM_BAGS, NUM_IDS = 32, 700
-# Tables of unlike sizes; "b" is read by two features. Odd shapes keep vector tails in play.
-TABLES = {"a": (500, (5, 10, 11)), "b": (90, (4, 5, 5)), "c": (3000, (15, 20, 10))}
+# Tables of unlike sizes; "b" is read by two features, a group of "c" has up to 40 prefixes. Odd
+# shapes keep vector tails in play.
+TABLES = {"a": (500, (5, 10, 11)), "b": (90, (4, 5, 5)), "c": (3000, (40, 5, 15))}
 FEATURES = {"a": ("fa",), "b": ("fb", "gb"), "c": ("fc",)}
 SHAPES = {2: ((3, 5), (7,)), 3: ((3, 2, 5), (6, 7)), 4: ((2, 3, 1, 4), (3, 4, 5))}
 BACKENDS = ["cpu", "cpu without numba", "float64"]

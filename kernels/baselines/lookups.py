@@ -117,14 +117,14 @@ class SortedLookups(NamedTuple):
         return self.offsets.shape[0] - 1
 
     @property
-    def prefix_U(self) -> Tensor:
+    def prefix_of_row(self) -> Tensor:
         prefixes = torch.arange(self.num_prefixes, device=self.i1_P.device)
         return torch.repeat_interleave(
             prefixes, self.prefix_starts.diff(), output_size=self.num_rows
         )
 
     @property
-    def row_L(self) -> Tensor:
+    def row_of_lookup(self) -> Tensor:
         """Sorted position -> unique row."""
         rows = torch.arange(self.num_rows, device=self.i3_U.device)
         return torch.repeat_interleave(

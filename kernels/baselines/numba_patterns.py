@@ -208,9 +208,7 @@ class _Call(NamedTuple):
         height = self.sizes[3] if k == 1 else self.sizes[4]
         target = _floats(*core.shape)
         width = core.shape[1] // height
-        self.for_ranges(
-            slice(0, len(core)), kernels.transpose_rows, target, core, height, width
-        )
+        self.for_ranges(slice(0, len(core)), kernels.transpose_rows, target, core, height, width)
         return target
 
     def gradient_copies(self) -> list[np.ndarray]:

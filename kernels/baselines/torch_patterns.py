@@ -74,8 +74,8 @@ class ELRec:
             return out_BD
         matrices = _matrices(cores, shape)
         prefixes = torch.bmm(matrices.G1[lookups.i1_P], matrices.G2[lookups.i2_P])
-        row_L = lookups.row_L
-        left = prefixes.view(_prefix_view(shape))[lookups.prefix_U[row_L]]
+        row_L = lookups.row_of_lookup
+        left = prefixes.view(_prefix_view(shape))[lookups.prefix_of_row[row_L]]
         rows_L = torch.bmm(left, matrices.G3[lookups.i3_U[row_L]]).flatten(1)
         return out_BD.index_add_(0, lookups.bag_L, rows_L)
 
@@ -84,8 +84,8 @@ class ELRec:
     ) -> list[Tensor]:
         grads = [torch.zeros_like(core) for core in cores]
         row_grads = grad_BD.new_zeros(lookups.num_rows, shape.dim)
-        row_grads.index_add_(0, lookups.row_L, grad_BD[lookups.bag_L])
-        i1_U, i2_U = lookups.i1_P[lookups.prefix_U], lookups.i2_P[lookups.prefix_U]
+        row_grads.index_add_(0, lookups.row_of_lookup, grad_BD[lookups.bag_L])
+        i1_U, i2_U = lookups.i1_P[lookups.prefix_of_row], lookups.i2_P[lookups.prefix_of_row]
         _add_item_gradients_(grads, cores, shape, i1_U, i2_U, lookups.i3_U, row_grads)
         return grads
 
@@ -109,11 +109,11 @@ class EcoRec:
 
     def forward(self, lookups: SortedLookups, cores: list[Tensor], shape: Shape) -> Tensor:
         out_BD = cores[0].new_zeros(lookups.num_bags, shape.dim)
-        matrices, prefix_U = _matrices(cores, shape), lookups.prefix_U
+        matrices, prefix_of_row = _matrices(cores, shape), lookups.prefix_of_row
         for part in lookups.micro_batches(self.micro_batch_rows):
             i1_P, i2_P = lookups.i1_P[part.prefixes], lookups.i2_P[part.prefixes]
             prefixes = torch.bmm(matrices.G1[i1_P], matrices.G2[i2_P]).view(_prefix_view(shape))
-            left = prefixes[prefix_U[part.rows] - part.prefixes.start]
+            left = prefixes[prefix_of_row[part.rows] - part.prefixes.start]
             rows_U = torch.bmm(left, matrices.G3[lookups.i3_U[part.rows]]).flatten(1)
             row_L, starts = _pooled_in(part, lookups)
             out_BD += embedding_bag(row_L, rows_U, starts, mode="sum")
@@ -142,14 +142,14 @@ class EcoRec:
         row_grads = row_grads.view(-1, *_row_view(shape))
         i1_P, i2_P = lookups.i1_P[part.prefixes], lookups.i2_P[part.prefixes]
         i3_U = lookups.i3_U[part.rows]
-        prefix_U = lookups.prefix_U[part.rows] - part.prefixes.start
+        prefix_of_row = lookups.prefix_of_row[part.rows] - part.prefixes.start
 
         left, middle = matrices.G1[i1_P], matrices.G2[i2_P]
         prefixes = torch.bmm(left, middle).view(_prefix_view(shape))
-        sums.G3.index_add_(0, i3_U, torch.bmm(prefixes[prefix_U].mT, row_grads))
+        sums.G3.index_add_(0, i3_U, torch.bmm(prefixes[prefix_of_row].mT, row_grads))
         prefix_grads = torch.zeros_like(prefixes)
-        prefix_grads.index_add_(0, prefix_U, torch.bmm(row_grads, matrices.G3[i3_U].mT))
-        prefix_grads = prefix_grads.view(len(left), shape.col_factors[0], -1)
+        prefix_grads.index_add_(0, prefix_of_row, torch.bmm(row_grads, matrices.G3[i3_U].mT))
+        prefix_grads = prefix_grads.view(_left_view(shape))
         sums.G2.index_add_(0, i2_P, torch.bmm(left.mT, prefix_grads))
         sums.G1.index_add_(0, i1_P, torch.bmm(prefix_grads, middle.mT))
 
@@ -169,6 +169,10 @@ def _matrices(cores: list[Tensor], shape: Shape) -> _Matrices:
 
 def _prefix_view(shape: Shape) -> tuple[int, int, int]:
     return -1, shape.col_factors[0] * shape.col_factors[1], shape.ranks[1]
+
+
+def _left_view(shape: Shape) -> tuple[int, int, int]:
+    return -1, shape.col_factors[0], shape.col_factors[1] * shape.ranks[1]
 
 
 def _row_view(shape: Shape) -> tuple[int, int]:
@@ -191,7 +195,7 @@ def _add_item_gradients_(
     prefixes = torch.bmm(left, middle).view(_prefix_view(shape))
     item_grads = item_grads.view(-1, *_row_view(shape))
     sums.G3.index_add_(0, i3, torch.bmm(prefixes.mT, item_grads))
-    prefix_grads = torch.bmm(item_grads, right.mT).view(len(left), shape.col_factors[0], -1)
+    prefix_grads = torch.bmm(item_grads, right.mT).view(_left_view(shape))
     sums.G2.index_add_(0, i2, torch.bmm(left.mT, prefix_grads))
     sums.G1.index_add_(0, i1, torch.bmm(prefix_grads, middle.mT))
 

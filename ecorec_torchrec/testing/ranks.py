@@ -153,3 +153,11 @@ def _run_rank(rank: int, world_size: int, store_path: str, task: bytes) -> bytes
         return cloudpickle.dumps(fn(rank, *args))
     finally:
         dist.destroy_process_group()
+        _forget_torchrec_world()
+
+
+def _forget_torchrec_world() -> None:
+    """TorchRec broadcasts a flag once per process: beside a kept rank, a new one waits for ever."""
+    collective_utils = sys.modules.get("torchrec.distributed.collective_utils")
+    if collective_utils is not None:
+        collective_utils._INITIALIZED = False  # type: ignore[attr-defined]

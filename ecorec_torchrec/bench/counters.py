@@ -147,8 +147,7 @@ def _el_rec(s: _Sizes, w: Workload) -> Work:
         forward_flops=w.prefixes * s.e1 + w.lookups * s.e2,
         backward_flops=w.rows * (3 * s.e1 + 2 * s.e2),
         recomputed_flops=w.rows * s.e1,
-        forward_bytes=4
-        * (w.prefixes * (s.c1 + s.c2 + s.t) + w.lookups * (s.c3 + s.t + 3 * s.dim)),
+        forward_bytes=4 * (w.prefixes * (s.c1 + s.c2 + s.t) + w.lookups * (s.c3 + s.t + 3 * s.dim)),
         backward_bytes=4 * (5 * w.lookups * s.dim + w.rows * s.chain),
         workspace_bytes=4 * max(forward_elements, backward_elements) + 120 * w.rows,
     )
@@ -167,9 +166,7 @@ def _eco_rec(s: _Sizes, w: Workload, max_rows: int | None = None) -> Work:
         recomputed_flops=w.prefixes * s.e1,
         forward_bytes=4
         * (
-            w.prefixes * (s.c1 + s.c2 + s.t)
-            + w.rows * (s.c3 + s.t + s.dim)
-            + 3 * w.lookups * s.dim
+            w.prefixes * (s.c1 + s.c2 + s.t) + w.rows * (s.c3 + s.t + s.dim) + 3 * w.lookups * s.dim
         ),
         backward_bytes=4
         * (
@@ -196,10 +193,7 @@ def _eco_rec_tuned(s: _Sizes, w: Workload) -> Work:
         forward_bytes=4 * (w.prefixes * (s.c1 + s.c2) + w.rows * (s.c3 + s.dim) + _pool(s, w)),
         backward_bytes=4
         * (
-            w.lookups * s.dim
-            + w.rows * 3 * s.c3
-            + w.prefixes * (3 * s.c1 + 4 * s.c2)
-            + 3 * s.cores
+            w.lookups * s.dim + w.rows * 3 * s.c3 + w.prefixes * (3 * s.c1 + 4 * s.c2) + 3 * s.cores
         ),
         workspace_bytes=4 * max(w.rows * s.dim, 2 * s.cores),
     )

@@ -21,7 +21,6 @@ from ecorec_torchrec.tt import TTSpec, init_cores_
 
 # Small enough that cores and tables stay what they are over hundreds of steps.
 _LEARNING_RATE = 1e-6
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,9 @@ def zipf_cells(
                 yield Cell(id_order, ids, torch.arange(num_bags + 1) * bag_length, spec)
 
 
-def trace_cells(path: Path, tables: Iterable[tuple[int, int, int]], bag_length: int) -> Iterator[Cell]:
+def trace_cells(
+    path: Path, tables: Iterable[tuple[int, int, int]], bag_length: int
+) -> Iterator[Cell]:
     """The ids of a file, one a line, under each distinct (dim, rank) of the tables.
 
     Raises:
@@ -144,12 +145,14 @@ class _TTStep:
         make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
     ) -> None:
         self.cell, self.lookup = cell, lookup
-        self.cores = [torch.nn.Parameter(core) for core in cell.random_cores()]
-        self.optimizer = make_optimizer(self.cores)
+        # One row per core row: what row-wise Adagrad keeps an accumulator for.
+        self.parameters = [torch.nn.Parameter(core.flatten(1)) for core in cell.random_cores()]
+        self.optimizer = make_optimizer(self.parameters)
 
     def forward(self) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        return self.lookup(self.cell, self.cores)
+        shapes = zip(self.parameters, self.cell.spec.core_shapes, strict=True)
+        return self.lookup(self.cell, [core.view(shape) for core, shape in shapes])
 
     def backward(self, output: Tensor, grad: Tensor) -> None:
         output.backward(grad)

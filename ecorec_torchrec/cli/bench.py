@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 _BENCHMARKS = {
+    "lookup": ("ecorec_torchrec.cli.bench_lookup", "speed and memory beside the papers' patterns"),
     "quality": ("ecorec_torchrec.cli.bench_quality", "test AUC over seeds, with controls"),
 }
 

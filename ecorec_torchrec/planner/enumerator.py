@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -79,6 +80,8 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             the planner tries when it looks for a cure.
     """
 
+    _estimators: list[ShardEstimator]
+
     def __init__(
         self,
         topology: Topology,
@@ -101,6 +104,8 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             use_exact_enumerate_order,
         )
         self._max_rank = max_rank
+        self._space: list[ShardingOption] = []
+        self._space_of: tuple[nn.Module, list[ModuleSharder[nn.Module]]] | None = None
         self.kept: Mapping[str, TTSpec | None] | None = None
         """Fully qualified table name -> its one form (a TT shape, or None for dense)."""
 
@@ -112,32 +117,40 @@ class EcoRecEnumerator(EmbeddingEnumerator):
         Raises:
             PlannerError: the constraints leave a table no option; the message names both.
         """
+        if (module, sharders) != self._space_of:
+            self._space = self._enumerate(module, sharders)
+            self._space_of = (module, sharders)
+            self._last_stored_search_space = self._space
+        return [
+            copy.deepcopy(option)
+            for option in self._space
+            if self.kept is None or self.kept[option.fqn] == tt_of(option)
+        ]
+
+    def _enumerate(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> list[ShardingOption]:
         tables = {table.fqn: table for table in self.tables(module, sharders)}
         self._warn_of_unknown_tables({table.name for table in tables.values()})
         for table in tables.values():
             self._check(table)
+        # Only what may be used is estimated, below: TorchRec's templates of TT options cannot be.
+        estimators = self._estimators
+        self._estimators = []
+        try:
+            stock = super().enumerate(module, sharders)
+        finally:
+            self._estimators = estimators
+        self._last_stored_module = None  # TorchRec's cache of what has no estimates
         options = [
-            option
-            for stock in super().enumerate(module, sharders)
-            for option in _in_allowed_forms(stock, tables[stock.fqn], self._constraint(stock.name))
+            form
+            for option in stock
+            for form in _in_allowed_forms(option, tables[option.fqn], self._constraint(option.name))
         ]
         order = {fqn: i for i, fqn in enumerate(tables)}
         options.sort(key=lambda option: (order[option.fqn], *_order_within_table(option)))
         self.populate_estimates(options)
-        self._last_stored_search_space = copy.deepcopy(options)
-        if self.kept is None:
-            return options
-        return [option for option in options if self.kept[option.fqn] == tt_of(option)]
-
-    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """As TorchRec's; a TT option without a shape is only a template and is left out."""
-        super().populate_estimates(
-            [
-                option
-                for option in sharding_options
-                if option.compute_kernel != TT_COMPUTE_KERNEL or tt_of(option) is not None
-            ]
-        )
+        return options
 
     def tables(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
@@ -179,9 +192,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
                 name, "tt='always', but neither tt_ranks nor the model's config gives it a shape"
             )
         rows, columns = weight.shape
-        suggested = {
-            self._lowered(TTSpec.suggest(rows, columns, rank=rank)) for rank in constraint.tt_ranks
-        }
+        suggested = {self._lowered(_suggested(rows, columns, rank)) for rank in constraint.tt_ranks}
         specs = tuple(sorted(suggested, key=lambda spec: (-spec.num_parameters, spec.ranks)))
         return specs, constraint.tt != "always"
 
@@ -239,12 +250,15 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             )
 
 
+@lru_cache(maxsize=4096)
+def _suggested(num_embeddings: int, embedding_dim: int, rank: int) -> TTSpec:
+    return TTSpec.suggest(num_embeddings, embedding_dim, rank=rank)
+
+
 def _in_allowed_forms(
     stock: ShardingOption, table: PlannedTable, constraint: EcoRecConstraints
 ) -> list[ShardingOption]:
     """What one of TorchRec's options becomes: itself, one per TT shape, or nothing."""
-    if isinstance(stock, TTShardingOption):  # from the enumerator's cache
-        return [stock]
     if stock.compute_kernel == TT_COMPUTE_KERNEL:
         if stock.sharding_type not in TT_SHARDING_TYPES:
             return []

@@ -21,6 +21,7 @@ from torchrec.distributed.planner.shard_estimators import (
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Perf,
+    Shard,
     SharderDataMap,
     ShardingOption,
     Storage,
@@ -57,22 +58,27 @@ class EcoRecPerfEstimator(EmbeddingPerfEstimator):
     def estimate(
         self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
     ) -> None:
-        tt = [option for option in sharding_options if isinstance(option, TTShardingOption)]
-        dense = [option for option in sharding_options if not isinstance(option, TTShardingOption)]
-        stand_ins = [option.dense_stand_in() for option in tt]
-        super().estimate(dense + stand_ins, sharder_data_map)
-        for option, stand_in in zip(tt, stand_ins, strict=True):
+        stand_ins = [_with_distinct_shards(option) for option in sharding_options]
+        super().estimate(stand_ins, sharder_data_map)
+        for option, stand_in in zip(sharding_options, stand_ins, strict=True):
             option.is_weighted = stand_in.is_weighted
-            lookups = lookups_per_rank(option, self._constraints, self._topology)
-            work = TTWork.of(option.tt, lookups)
-            for shard, like in zip(option.shards, stand_in.shards, strict=True):
-                shard.perf = Perf(
-                    fwd_compute=_time_ms(work.forward_flops, work.forward_bytes, self._topology),
-                    fwd_comms=like.perf.fwd_comms,
-                    bwd_compute=_time_ms(work.backward_flops, work.backward_bytes, self._topology),
-                    bwd_comms=like.perf.bwd_comms,
-                    input_dist_comms=like.perf.input_dist_comms,
-                )
+            if isinstance(option, TTShardingOption):
+                perf = self._tt_perf(option, stand_in.shards[0].perf)
+                perfs = dict.fromkeys((tuple(shard.size) for shard in option.shards), perf)
+            else:
+                perfs = {tuple(shard.size): shard.perf for shard in stand_in.shards}
+            for shard in option.shards:
+                shard.perf = copy.copy(perfs[tuple(shard.size)])
+
+    def _tt_perf(self, option: TTShardingOption, stand_in: Perf) -> Perf:
+        work = TTWork.of(option.tt, lookups_per_rank(option, self._constraints, self._topology))
+        return Perf(
+            fwd_compute=_time_ms(work.forward_flops, work.forward_bytes, self._topology),
+            fwd_comms=stand_in.fwd_comms,
+            bwd_compute=_time_ms(work.backward_flops, work.backward_bytes, self._topology),
+            bwd_comms=stand_in.bwd_comms,
+            input_dist_comms=stand_in.input_dist_comms,
+        )
 
 
 class EcoRecStorageEstimator(EmbeddingStorageEstimator):
@@ -108,8 +114,8 @@ class EcoRecStorageEstimator(EmbeddingStorageEstimator):
         cores = option.tt.nbytes(option.dtype)
         held = cores if self._is_inference else 2 * cores + _tt_state_bytes(option, fused_params)
         missing = held + int(workspace) + work.index_plan_bytes - _weight_bytes(stand_in.tensor)
-        for shard, like in zip(option.shards, stand_in.shards, strict=True):
-            shard.storage = like.storage + self._in_main_memory(missing)
+        for shard in option.shards:
+            shard.storage = stand_in.shards[0].storage + self._in_main_memory(missing)
 
     def _estimate_dense(
         self,
@@ -134,6 +140,20 @@ class EcoRecStorageEstimator(EmbeddingStorageEstimator):
     def _in_main_memory(self, num_bytes: int) -> Storage:
         on_host = self._topology.compute_device == "cpu"
         return Storage(hbm=0 if on_host else num_bytes, ddr=num_bytes if on_host else 0)
+
+
+def _with_distinct_shards(option: ShardingOption) -> ShardingOption:
+    """What to ask TorchRec about: equal shards take equal time, and each takes it a while to tell.
+
+    Hundreds of tables on hundreds of ranks have too many shards otherwise.
+    """
+    if isinstance(option, TTShardingOption):
+        return option.dense_stand_in()
+    distinct = copy.copy(option)
+    distinct.shards = [
+        Shard(list(size), [0, 0]) for size in dict.fromkeys(tuple(s.size) for s in option.shards)
+    ]
+    return distinct
 
 
 def lookups_per_rank(

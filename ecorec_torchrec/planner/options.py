@@ -50,7 +50,7 @@ class TTShardingOption(ShardingOption):
             if self.sharding_type == ShardingType.DATA_PARALLEL.value
             else EmbeddingComputeKernel.FUSED.value
         )
-        option.shards = [Shard([rows, self.tt.embedding_dim], [0, 0]) for _ in self.shards]
+        option.shards = [Shard([rows, self.tt.embedding_dim], [0, 0])]  # all ranks have equal ones
         return option
 
     def storage_hash(self) -> int:

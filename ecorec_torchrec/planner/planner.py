@@ -47,6 +47,7 @@ from .shortage import PlanningInputs, shortage_error
 
 _RESERVED_SHARE = 0.15  # of HBM, as TorchRec's default policy keeps back
 _MAX_GRID_PROPOSALS = 1000
+_INFERIOR_PROPOSALS = 100  # in a row, after which a greedy search ends
 
 
 class EcoRecPlanner(EmbeddingShardingPlanner):
@@ -118,8 +119,8 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
             or FixedPercentageStorageReservation(_RESERVED_SHARE),
             proposer=proposer
             or [
-                GreedyProposer(),
-                GreedyProposer(use_depth=False),
+                GreedyProposer(threshold=_INFERIOR_PROPOSALS),
+                GreedyProposer(use_depth=False, threshold=_INFERIOR_PROPOSALS),
                 UniformProposer(),
                 GridSearchProposer(max_proposals=_MAX_GRID_PROPOSALS),
             ],

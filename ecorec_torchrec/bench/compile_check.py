@@ -77,43 +77,51 @@ class Resources:
     """Spilled bytes per thread on NVIDIA, spilled registers on AMD."""
 
 
-def compile_check(
-    csv_path: Path | None = None,
-    *,
-    targets: tuple[str, ...] = tuple(SHARED_BYTES_LIMITS),
-    sample: int | None = None,
-    seed: int = 0,
-) -> list[str]:
-    """Compiles all launches for all targets.
+@dataclass(kw_only=True)
+class CompileOptions:
+    """Compile the Triton kernels for GPUs not at hand: registers, shared memory, spills."""
 
-    Args:
-        csv_path: file for one row per kernel, configuration and target; None: not written.
-        targets: of `SHARED_BYTES_LIMITS`.
-        sample: this many launches, drawn with `seed`, instead of all; every kernel is among them
-            if the number allows it.
-        seed: of the draw.
+    csv: Path | None = None
+    """File for one row per kernel, configuration and target."""
+
+    targets: tuple[str, ...] = tuple(SHARED_BYTES_LIMITS)
+    """GPUs to compile for."""
+
+    sample: int | None = None
+    """Compile this many launches per target instead of all; every kernel is among the first."""
+
+    seed: int = 0
+    """Of the draw."""
+
+    def __post_init__(self) -> None:
+        unknown = set(self.targets) - set(SHARED_BYTES_LIMITS)
+        if unknown:
+            raise ValueError(f"targets {sorted(unknown)} are not among {list(SHARED_BYTES_LIMITS)}")
+        if self.sample is not None and self.sample < 1:
+            raise ValueError(f"sample={self.sample} must be at least 1")
+
+
+def compile_check(options: CompileOptions) -> list[str]:
+    """Compiles the launches for all targets, and writes the CSV file if one is asked for.
 
     Returns:
         What breaks a limit, one line each: registers spilled on an NVIDIA target, or more shared
         memory than the chip has. Empty when all is well.
 
     Raises:
-        ValueError: a target is unknown, or this process interprets Triton kernels.
+        ValueError: this process interprets Triton kernels instead of compiling them.
+
+    Example::
+
+        problems = compile_check(CompileOptions(csv=Path("docs/benchmarks/triton_compile.csv")))
     """
-    unknown = set(targets) - set(SHARED_BYTES_LIMITS)
-    if unknown:
-        raise ValueError(f"targets {sorted(unknown)} are not among {list(SHARED_BYTES_LIMITS)}")
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise ValueError("with TRITON_INTERPRET set nothing is compiled: unset it")
-    jobs = [
-        (launch, target)
-        for target in targets
-        for launch in _draw(_launches(hip=target.startswith("gfx")), sample, seed)
-    ]
+    jobs = _jobs(options)
     rows = [compile_launch(*job) for job in tqdm(jobs, desc="compile", unit="kernel", disable=None)]
-    if csv_path is not None:
-        csv_path.parent.mkdir(parents=True, exist_ok=True)
-        with csv_path.open("w", newline="") as file:
+    if options.csv is not None:
+        options.csv.parent.mkdir(parents=True, exist_ok=True)
+        with options.csv.open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow([field.name for field in fields(Resources)])
             writer.writerows([getattr(row, f.name) for f in fields(row)] for row in rows)
@@ -129,30 +137,43 @@ def _problems(row: Resources) -> Iterator[str]:
         yield f"{where}: {row.shared_bytes} bytes of shared memory, the limit is {limit}"
 
 
-def _draw(launches: list[Launch], sample: int | None, seed: int) -> list[Launch]:
-    """One launch of every kernel first, then others."""
-    if sample is None:
-        return launches
-    shuffled = random.Random(seed).sample(launches, len(launches))
-    first = {launch.kernel.__name__: launch for launch in reversed(shuffled)}
-    ones = list(first.values())
-    return (ones + [launch for launch in shuffled if launch not in ones])[:sample]
+def _jobs(options: CompileOptions) -> list[tuple[Launch, str]]:
+    """What to compile for which target; a sample has one launch of every kernel first."""
+    shapes = [(col_factors, rank) for col_factors in _COL_FACTORS for rank in _RANKS]
+    generator = random.Random(options.seed)
+    if options.sample is not None:
+        shapes = generator.sample(shapes, 3)
+    jobs = []
+    for hip in (None, "6.4"):
+        targets = [t for t in options.targets if t.startswith("sm_") == (hip is None)]
+        launches = _launches(shapes, hip) if targets else []
+        for target in targets:
+            if options.sample is not None:
+                generator.shuffle(launches)
+                ones = {launch.kernel: launch for launch in reversed(launches)}
+                launches.sort(key=lambda launch, ones=ones: ones[launch.kernel] is not launch)
+            jobs += [(launch, target) for launch in launches[: options.sample]]
+    return jobs
 
 
 # What the program launches
 
 
-def _launches(hip: bool) -> list[Launch]:
-    """All different launches over shapes, dtypes, arithmetics, poolings and numbers of parts."""
+def _launches(shapes: list[tuple[tuple[int, ...], int]], hip: str | None) -> list[Launch]:
+    """All different launches over shapes, dtypes, arithmetics, poolings and numbers of parts.
+
+    Args:
+        shapes: column factors and rank.
+        hip: what `torch.version.hip` says where the kernels run.
+    """
     found: dict[Launch, None] = {}
     before = torch.get_float32_matmul_precision()
     try:
-        with _recorded(found), mock.patch.object(torch.version, "hip", "6.4" if hip else None):
+        with _recorded(found), mock.patch.object(torch.version, "hip", hip):
             for precision in ("highest", "high"):
                 torch.set_float32_matmul_precision(precision)
-                for col_factors in _COL_FACTORS:
-                    for rank in _RANKS:
-                        _look_up(col_factors, rank)
+                for col_factors, rank in shapes:
+                    _look_up(col_factors, rank)
     finally:
         torch.set_float32_matmul_precision(before)
     return list(found)

@@ -13,6 +13,8 @@ import torch
 
 _MIN_DOT = 16
 """What the matrix units of all targets take: smaller sides are padded."""
+_NUM_STAGES = 2
+_MAX_REGISTERS = 128
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,17 @@ class Blocks:
     m: int
     n: int
     k: int
-    num_warps: int
-    num_stages: int = 2
+    num_warps: int = 4
+
+    @property
+    def schedule(self) -> dict[str, int]:
+        """Launch options.
+
+        Left to itself NVIDIA's assembler spills a few registers to fit more warps on the chip,
+        while using a fourth of what it may: a stated limit stops that.
+        """
+        options = {"num_warps": self.num_warps, "num_stages": _NUM_STAGES}
+        return options if torch.version.hip is not None else options | {"maxnreg": _MAX_REGISTERS}
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,10 @@ class LaunchConfig:
     """One program per piece of a row of core 2: m over r2, n over q3, k over (q1, q2)."""
     gather: Blocks
     """Sums of gathered rows: m segments (bags, rows, lookups) by n columns, k entries per step."""
+    pieces0: Blocks
+    """Sums of the pieces of a row of core 0: n of its (q1, r1) elements."""
+    pieces2: Blocks
+    """Sums of the pieces of a row of core 2: n of its (r2, q3) elements."""
 
     @classmethod
     def choose(cls, col_factors: tuple[int, int, int], ranks: tuple[int, int], precision: str):
@@ -67,7 +82,7 @@ class LaunchConfig:
             LaunchConfig.choose((4, 4, 4), (16, 16), "tf32").prefix   # m=64, n=64, k=16
         """
         (q1, q2, q3), (r1, r2) = col_factors, ranks
-        side, step = (64, 32) if precision == "tf32" else (32, 16)
+        side, step = 64, 32 if precision == "tf32" else 16
         tile_rows = max(64, _pow2(q1))
         return cls(
             precision=precision,
@@ -79,24 +94,22 @@ class LaunchConfig:
             core1_grad=_blocks(_fit(r1, side), _fit(q2 * r2, side), step),
             core2_grad=_blocks(_fit(r2, side), max(_pow2(q3), _MIN_DOT), _fit(q1 * q2, step)),
             gather=_gather_blocks(q1 * q2 * q3),
+            pieces0=_sum_blocks(q1 * r1),
+            pieces2=_sum_blocks(r2 * q3),
         )
 
 
-def dot_precision(core_dtype: torch.dtype, hip: bool | None = None) -> str:
+def dot_precision(core_dtype: torch.dtype) -> str:
     """The arithmetic of the matrix products: operands are fp32, half cores are widened on load.
 
     fp32 cores follow `torch.get_float32_matmul_precision()`: "highest" is "ieee"; the others allow
     "tf32", on AMD "bf16x3" (three products of bf16 halves). For bf16 and fp16 cores the same fast
     forms are exact in the cores and round the other operand to 11 (bf16x3: 16) bits.
 
-    Args:
-        core_dtype: dtype of the cores.
-        hip: for an AMD GPU; by default what this PyTorch was built for.
     """
     if core_dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
         return "ieee"
-    hip = torch.version.hip is not None if hip is None else hip
-    return "bf16x3" if hip else "tf32"
+    return "tf32" if torch.version.hip is None else "bf16x3"
 
 
 def _pow2(size: int) -> int:
@@ -114,5 +127,9 @@ def _blocks(m: int, n: int, k: int) -> Blocks:
 
 
 def _gather_blocks(dim: int) -> Blocks:
-    columns = min(_pow2(dim), 256)
-    return Blocks(m=max(1024 // columns, 1), n=columns, k=4, num_warps=4)
+    columns = min(_pow2(dim), 128)
+    return Blocks(m=512 // columns, n=columns, k=4)
+
+
+def _sum_blocks(size: int) -> Blocks:
+    return Blocks(m=1, n=min(_pow2(size), 256), k=1, num_warps=1)

@@ -108,9 +108,9 @@ def row_grad_kernel(
     num_pieces = (end - start) // PIECE
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for i in range(0, tl.max(num_pieces, 0)):
-        slot = (start // PIECE + i).to(tl.int64)
-        here = i < num_pieces
+    for piece in range(0, tl.max(num_pieces, 0)):
+        slot = (start // PIECE + piece).to(tl.int64)
+        here = piece < num_pieces
         mask = here[:, None] & (col < D)[None, :]
         values = tl.load(pieces + slot[:, None] * D + col[None, :], mask=mask, other=0.0)
         acc = tl.where(here[:, None], acc + values, acc)

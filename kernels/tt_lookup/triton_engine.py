@@ -149,7 +149,8 @@ class _Lookup:
         return Bounds.of(self.plan, self.cores, self.config.tile_prefixes)
 
     @cached_property
-    def row_of_sorted_L(self) -> Tensor:
+    def owner_of_sorted(self) -> Tensor:
+        """Row of every sorted lookup."""
         return _owners(self.plan.row_starts, self.plan.num_lookups)
 
     def cut(self, workspace_bytes: int | None, other_bytes: Callable[[Cut], int]) -> Parts:
@@ -233,7 +234,7 @@ class _Lookup:
             BLOCK_M=blocks.m,
             BLOCK_N=blocks.n,
             UNROLL=blocks.k,
-            **_schedule(blocks),
+            **blocks.schedule,
         )
 
     def differentiate_weights(
@@ -243,7 +244,7 @@ class _Lookup:
         bwd.weight_grad_kernel[(cdiv(self.plan.num_lookups, blocks.m),)](
             grad,
             rows,
-            self.row_of_sorted_L,
+            self.owner_of_sorted,
             self.plan.order_L,
             self.plan.bag_L,
             self.plan.offsets,
@@ -257,13 +258,13 @@ class _Lookup:
             MEAN=self.mean,
             BLOCK_M=blocks.m,
             BLOCK_N=blocks.n,
-            **_schedule(blocks),
+            **blocks.schedule,
         )
 
     def product(self, blocks: Blocks) -> dict[str, Any]:
         """The arguments of a kernel that multiplies matrices."""
         sides = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k}
-        return {"PRECISION": self.config.precision, **sides, **_schedule(blocks)}
+        return {"PRECISION": self.config.precision, **sides, **blocks.schedule}
 
 
 class _Segments(NamedTuple):
@@ -345,20 +346,20 @@ class _CoreGrads:
     def finish(self) -> list[Tensor]:
         core0, core1, core2 = self._lookup.cores
         core0_grad, core2_grad = torch.empty_like(core0), torch.empty_like(core2)
-        for grad, segments, per_piece in (
-            (core0_grad, self._by_i1, _PREFIXES_PER_PIECE),
-            (core2_grad, self._by_i3, _ROWS_PER_PIECE),
+        config = self._lookup.config
+        for grad, segments, per_piece, blocks in (
+            (core0_grad, self._by_i1, _PREFIXES_PER_PIECE, config.pieces0),
+            (core2_grad, self._by_i3, _ROWS_PER_PIECE, config.pieces2),
         ):
             size = segments.pieces.shape[1]
-            columns = _columns(size)
-            bwd.sum_pieces_kernel[(grad.shape[0], cdiv(size, columns))](
+            bwd.sum_pieces_kernel[(grad.shape[0], cdiv(size, blocks.n))](
                 segments.pieces,
                 segments.starts,
                 grad,
                 SIZE=size,
                 PIECE=per_piece,
-                BLOCK_N=columns,
-                num_warps=1,
+                BLOCK_N=blocks.n,
+                **blocks.schedule,
             )
         return [core0_grad, self._core1_grad.to(core1.dtype), core2_grad]
 
@@ -386,7 +387,7 @@ class _CoreGrads:
             PIECE=_LOOKUPS_PER_PIECE,
             STEP=min(4 * blocks.m, _LOOKUPS_PER_PIECE),
             BLOCK_N=blocks.n,
-            **_schedule(blocks),
+            **blocks.schedule,
         )
         return pieces
 
@@ -411,7 +412,7 @@ class _CoreGrads:
             BLOCK_M=blocks.m,
             BLOCK_N=blocks.n,
             UNROLL=blocks.k,
-            **_schedule(blocks),
+            **blocks.schedule,
         )
 
     def _sum_prefix_grads(self, part: int, row_grads: Tensor, prefix_grads: Tensor) -> None:
@@ -485,9 +486,8 @@ class _CoreGrads:
             COLS=lookup.cols,
             **lookup.product(blocks),
         )
-        size = segments.pieces.shape[1]
-        columns = _columns(size)
-        bwd.core0_piece_kernel[(len(segments.pieces), cdiv(size, columns))](
+        size, blocks = segments.pieces.shape[1], lookup.config.pieces0
+        bwd.core0_piece_kernel[(len(segments.pieces), cdiv(size, blocks.n))](
             self._left_grads,
             segments.pieces,
             segments.slot_segments,
@@ -497,8 +497,8 @@ class _CoreGrads:
             part,
             SIZE=size,
             PIECE=_PREFIXES_PER_PIECE,
-            BLOCK_N=columns,
-            num_warps=1,
+            BLOCK_N=blocks.n,
+            **blocks.schedule,
         )
 
 
@@ -506,11 +506,3 @@ def _owners(starts: Tensor, num_entries: int) -> Tensor:
     """Entry -> the segment that it lies in."""
     entry = torch.arange(num_entries, dtype=torch.int32, device=starts.device)
     return torch.searchsorted(starts, entry, right=True, out_int32=True) - 1
-
-
-def _schedule(blocks: Blocks) -> dict[str, int]:
-    return {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
-
-
-def _columns(size: int) -> int:
-    return min(1 << (size - 1).bit_length(), 256)

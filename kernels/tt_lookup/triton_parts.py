@@ -18,7 +18,8 @@ import triton.language as tl
 from ecorec_torchrec.kernels.tt_index import IndexPlan
 from torch import Tensor
 
-_DEFAULT_WORKSPACE_BYTES = 512 * 2**20
+DEFAULT_WORKSPACE_BYTES = 512 * 2**20
+"""When the caller sets no limit and one tile does not need more."""
 
 
 class Bounds(NamedTuple):
@@ -89,7 +90,7 @@ def choose_cut(
     most_parts = max(triton.cdiv(bounds.rows, tile_prefixes * cores[2].shape[0]), 1)
     floor_bytes = min(bytes_of(cut(most_parts)), bytes_of(cut(1)))
     if workspace_bytes is None:
-        workspace_bytes = max(floor_bytes, _DEFAULT_WORKSPACE_BYTES)
+        workspace_bytes = max(floor_bytes, DEFAULT_WORKSPACE_BYTES)
     if workspace_bytes < floor_bytes:
         raise ValueError(
             f"workspace_bytes={workspace_bytes} is below the floor of {floor_bytes} bytes"

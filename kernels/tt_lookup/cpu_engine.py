@@ -51,8 +51,10 @@ def forward(
     call = _Call.of(plan, cores, num_features, mean)
     out = torch.empty(plan.num_bags // num_features, num_features * call.embedding_dim)
     fixed_bytes = _cast_bytes(*cores) + (out.nbytes if output_dtype != out.dtype else 0)
-    fixed_bytes += 0 if weights_L is None else weights_L.nbytes
-    pooled_weights_L = _take(weights_L, call.index.pooled_occurrence_L)
+    fixed_bytes += 0 if weights_L is None else weights_L.nbytes  # in pooled order
+    weights = _array(weights_L)
+    pooled_weights_L = _floats(len(weights))
+    kernels.take(weights, call.index.pooled_occurrence_L, pooled_weights_L)
     for part in _parts(call, fixed_bytes, workspace_bytes):
         pool = partial(
             kernels.pool_rows, call.shape, part.rows, part.row_low, part.row_high,
@@ -81,20 +83,28 @@ def backward(
         ValueError: `workspace_bytes` is below what the call and its largest prefix or table need.
     """
     call = _Call.of(plan, cores, num_features, mean)
-    fixed_bytes = _cast_bytes(grad, *cores)
+    fixed_bytes = _cast_bytes(grad, *cores, *(cores if needs_cores else ()))
     grad_floats = grad.detach().float().numpy().reshape(-1)
     weights_grad, core_grads = None, None
-    if needs_weights and weights_L is not None:
-        weights_grad = torch.empty_like(weights_L)
-        _weights_gradient_(weights_grad, call, grad_floats, fixed_bytes, workspace_bytes)
+    # The core gradients come first: their floor is raised to that of the weights gradient, so that
+    # one error names what the whole call needs.
+    wanted_weights_L = weights_L if needs_weights else None
     if needs_cores:
         float_grads = [torch.zeros(core.shape) for core in cores]
-        fixed_bytes += _cast_bytes(*cores)
         if call.num_prefixes:
             _core_gradients_(
-                float_grads, call, grad_floats, weights_L, fixed_bytes, workspace_bytes
+                float_grads,
+                call,
+                grad_floats,
+                _array(weights_L),
+                0 if wanted_weights_L is None else _rows_floor(call),
+                fixed_bytes,
+                workspace_bytes,
             )
         core_grads = [g.to(core.dtype) for g, core in zip(float_grads, cores, strict=True)]
+    if wanted_weights_L is not None:
+        weights_grad = torch.empty_like(wanted_weights_L)
+        _weights_gradient_(weights_grad, call, grad_floats, fixed_bytes, workspace_bytes)
     return core_grads, weights_grad
 
 
@@ -116,7 +126,7 @@ class _Call(NamedTuple):
         shape = (*(core.shape[2] for core in cores), cores[0].shape[3], cores[1].shape[3])
         arrays = [core.detach().float().flatten(1).numpy() for core in cores]
         num_workers = min(torch.get_num_threads(), plan.num_lookups // _MIN_LOOKUPS_PER_WORKER)
-        index = IndexPlan(*(tensor.numpy() for tensor in plan))  # type: ignore[arg-type]
+        index = IndexPlan(*(tensor.numpy() for tensor in plan))
         return cls(
             index, num_rows, num_prefixes, shape, arrays, num_features, mean, max(1, num_workers)
         )
@@ -142,16 +152,15 @@ def _parts(call: _Call, fixed_bytes: int, workspace_bytes: int | None) -> Iterat
     layout = kernels.rows_layout(call.shape)
     starts = index.prefix_starts[: call.num_prefixes + 1]
     scratch_size = max(layout[-1], kernels.bag_layout(call.shape)[-1])
-    largest_bytes = int(np.diff(starts).max(initial=0)) * dim * _FLOAT_BYTES
     num_workers, rows_bytes = _divide_workspace(
         call.num_workers,
         scratch_size,
-        largest_bytes,
+        _rows_floor(call),
         _DEFAULT_ROWS_BYTES,
-        fixed_bytes + index.offsets.nbytes,
+        fixed_bytes,
         workspace_bytes,
     )
-    max_rows = rows_bytes // (dim * _FLOAT_BYTES)
+    max_rows = (rows_bytes - index.offsets.nbytes) // (dim * _FLOAT_BYTES)
     rows = _floats(min(max_rows, call.num_rows) * dim)
     scratches = _floats(num_workers, scratch_size)
     next_of_bag = index.offsets[:-1].copy()
@@ -169,6 +178,13 @@ def _parts(call: _Call, fixed_bytes: int, workspace_bytes: int | None) -> Iterat
         if high == call.num_prefixes:
             return
         low = high
+
+
+def _rows_floor(call: _Call) -> int:
+    """Bytes of the rows of the largest prefix, and of `next_of_bag`."""
+    starts = call.index.prefix_starts[: call.num_prefixes + 1]
+    largest = int(np.diff(starts).max(initial=0))
+    return largest * call.embedding_dim * _FLOAT_BYTES + call.index.offsets.nbytes
 
 
 def _weights_gradient_(
@@ -192,14 +208,15 @@ def _core_gradients_(
     core_grads: list[Tensor],
     call: _Call,
     grad: np.ndarray,
-    weights_L: Tensor | None,
+    weights_L: np.ndarray,
+    other_floor: int,
     fixed_bytes: int,
     workspace_bytes: int | None,
 ) -> None:
     """Writes the gradients of the cores, a run of independent ranges at a time."""
     index, (q1, _, q3, r1, r2) = call.index, call.shape
     layout = kernels.gradient_layout(call.shape)
-    place_L, factor_L, lookup_bytes = _sorted_lookups(call, weights_L)
+    place_L, factor_L = _sorted_lookups(call, weights_L)
     G3_T = _floats(len(call.cores[2]), q3 * r2)
     G3_T.reshape(-1, q3, r2)[:] = call.cores[2].reshape(-1, r2, q3).transpose(0, 2, 1)
     range_starts = np.empty((len(index.group_starts), 3), np.int64)
@@ -209,22 +226,27 @@ def _core_gradients_(
     # The partial sums of a range cover the rows of G1 and G3 up to the next range.
     copy_bytes_R = np.diff(range_starts[: num_ranges + 1, 1:], axis=0) @ [q1 * r1, q3 * r2]
     copy_bytes_R *= kernels.NUM_COPIES * _FLOAT_BYTES
-    fixed_bytes += lookup_bytes + G3_T.nbytes + 2 * range_starts.nbytes
+    fixed_bytes += factor_L.nbytes + (place_L.nbytes if place_L is not index.bag_L else 0)
+    fixed_bytes += G3_T.nbytes + 2 * range_starts.nbytes
     num_workers, max_copy_bytes = _divide_workspace(
         call.num_workers,
         layout[-1],
-        int(copy_bytes_R.max()),
+        max(int(copy_bytes_R.max()), other_floor),
         _DEFAULT_COPIES_BYTES,
         fixed_bytes,
         workspace_bytes,
     )
     scratches = _floats(num_workers, layout[-1])
     dG1, dG2, dG3 = (gradient.flatten(1).numpy() for gradient in core_grads)
-    for first, end in _runs(copy_bytes_R, max_copy_bytes):
+    runs = list(_runs(copy_bytes_R, max_copy_bytes))
+    buffer = _floats(max(int(copy_bytes_R[a:b].sum()) for a, b in runs) // _FLOAT_BYTES)
+    for first, end in runs:
         ranges = range_starts[first : end + 1]
         (_, low_1, low_3), (_, high_1, high_3) = ranges[0].tolist(), ranges[-1].tolist()
-        dG1_copies = _floats(kernels.NUM_COPIES, high_1 - low_1, q1 * r1)
-        dG3_copies = _floats(kernels.NUM_COPIES, high_3 - low_3, q3 * r2)
+        size_1 = kernels.NUM_COPIES * (high_1 - low_1) * q1 * r1
+        size_3 = kernels.NUM_COPIES * (high_3 - low_3) * q3 * r2
+        dG1_copies = buffer[:size_1].reshape(kernels.NUM_COPIES, -1, q1 * r1)
+        dG3_copies = buffer[size_1 : size_1 + size_3].reshape(kernels.NUM_COPIES, -1, q3 * r2)
         num_tasks = min(end - first, _TASKS_PER_WORKER) * kernels.NUM_COPIES
         add_gradients = partial(
             kernels.core_gradients, call.shape, *call.cores[:2], G3_T, index.i1_P, index.i2_P,
@@ -241,30 +263,21 @@ def _core_gradients_(
             _parallel_ranges(0, len(total), num_workers, add_up)
 
 
-def _sorted_lookups(call: _Call, weights_L: Tensor | None) -> tuple[np.ndarray, np.ndarray, int]:
-    """Per sorted lookup its row of the gradient `(B*F, D)` and its factor (empty: all ones), and
-    the bytes that this took."""
-    index, num_features = call.index, call.num_features
-    num_lookups, num_bags = len(index.bag_L), len(index.offsets) - 1
-    place_L, factor_L, num_bytes = index.bag_L, _take(weights_L, index.order_L), 0
-    if weights_L is not None:
-        num_bytes += num_lookups * _FLOAT_BYTES
-    if num_features > 1:
-        place_of_bag = np.arange(num_bags, dtype=np.int32).reshape(-1, num_features).T.ravel()
-        place_L = np.take(place_of_bag, index.bag_L)
-        num_bytes += place_L.nbytes + 2 * place_of_bag.nbytes
-    if call.mean:
-        scale = np.float32(1) / np.maximum(np.diff(index.offsets), 1).astype(np.float32)
-        scale_L = np.take(scale, index.bag_L)
-        factor_L = scale_L if weights_L is None else np.multiply(factor_L, scale_L, out=scale_L)
-        num_bytes += scale_L.nbytes + 4 * scale.nbytes
-    return place_L, factor_L, num_bytes
+def _sorted_lookups(call: _Call, weights_L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Per sorted lookup its row of the gradient `(B*F, D)`, and its factor (empty: all ones)."""
+    index, num_lookups = call.index, len(call.index.bag_L)
+    place_L = index.bag_L if call.num_features == 1 else np.empty(num_lookups, np.int32)
+    factor_L = _floats(num_lookups if call.mean or len(weights_L) else 0)
+    kernels.sorted_lookups(
+        index.bag_L, index.order_L, index.offsets, weights_L, call.num_features, call.mean,
+        place_L, factor_L,
+    )  # fmt: skip
+    return place_L, factor_L
 
 
-def _take(weights_L: Tensor | None, order_L: np.ndarray) -> np.ndarray:
-    if weights_L is None:
-        return np.empty(0, np.float32)
-    return np.take(weights_L.detach().numpy(), order_L)
+def _array(weights_L: Tensor | None) -> np.ndarray:
+    """The weights; empty for "all ones"."""
+    return np.empty(0, np.float32) if weights_L is None else weights_L.detach().numpy()
 
 
 def _runs(bytes_R: np.ndarray, max_bytes: int) -> Iterator[tuple[int, int]]:

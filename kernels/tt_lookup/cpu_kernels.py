@@ -174,6 +174,13 @@ def pool_rows(  # type: ignore[no-untyped-def]
         transpose(_address(out, place * D), q3, _address(scratch, 0), M, q3, M)
 
 
+@njit(cache=True, nogil=True)
+def take(values, index, out) -> None:  # type: ignore[no-untyped-def]
+    """out = values[index], if there are values."""
+    for i in range(len(out)):
+        out[i] = values[index[i]]
+
+
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
 def _dot(x, y):  # type: ignore[no-untyped-def]
     total = np.float32(0)
@@ -205,6 +212,25 @@ def weight_gradients(  # type: ignore[no-untyped-def]
             row = np.int64(pooled_row_L[entry]) - row_low
             dot = _dot(scratch[:D], rows[row * D : (row + 1) * D])
             weights_grad_L[pooled_occurrence_L[entry]] = dot / length
+
+
+@njit(cache=True, nogil=True)
+def sorted_lookups(  # type: ignore[no-untyped-def]
+    bag_L, order_L, offsets, weights_L, num_features, mean, place_L, factor_L
+) -> None:
+    """Per sorted lookup: the row of the gradient `(B*F, D)`; weight times scale of its bag.
+
+    With one feature `place_L` is `bag_L`, without weights and mean `factor_L` is empty.
+    """
+    num_bags = (len(offsets) - 1) // num_features
+    if num_features > 1:
+        for i in range(len(place_L)):
+            place_L[i] = bag_L[i] % num_bags * num_features + bag_L[i] // num_bags
+    for i in range(len(factor_L)):
+        factor = weights_L[order_L[i]] if len(weights_L) > 0 else np.float32(1)
+        if mean:
+            factor /= np.float32(offsets[bag_L[i] + 1] - offsets[bag_L[i]])
+        factor_L[i] = factor
 
 
 @njit(cache=True, nogil=True)

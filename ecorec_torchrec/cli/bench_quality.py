@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def run(arguments: list[str]) -> None:
     print(f"written to {out} and {tuning_file}")
 
 
-def _shown(rows):  # type: ignore[no-untyped-def]
+def _shown(rows: Iterable[dict[str, object]]) -> Iterator[dict[str, object]]:
     for row in rows:
         print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
         yield row

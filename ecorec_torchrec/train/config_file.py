@@ -151,7 +151,8 @@ class _Reader:
 
     def _read_float(self, node: yaml.Node, value: Any, key: str) -> float:
         # YAML 1.1 reads 1e-3 (without a dot) as text, which nobody who writes it means.
-        if type(value) in (int, float) or (isinstance(value, str) and node.style is None):
+        is_plain_text = isinstance(node, yaml.ScalarNode) and node.style is None
+        if type(value) in (int, float) or (isinstance(value, str) and is_plain_text):
             try:
                 return float(value)
             except ValueError:
@@ -180,7 +181,10 @@ class _Reader:
             raise self._error(node, f"cannot read {node.value!r}: {error}") from error
 
     def _wrong_type(self, node: yaml.Node, key: str, wanted: str) -> ValueError:
-        got = repr(self._scalar(node)) if isinstance(node, yaml.ScalarNode) else f"a {node.id}"
+        if isinstance(node, yaml.ScalarNode):
+            got = repr(self._scalar(node))
+        else:
+            got = "a list" if isinstance(node, yaml.SequenceNode) else "keys with values"
         return self._error(node, f"`{key}` must be {wanted}, got {got}")
 
     def _error(self, node: yaml.Node, message: str) -> ValueError:

@@ -99,6 +99,7 @@ def _limit_threads(local_world_size: int) -> None:
 def _quiet_libraries() -> None:
     """Hides messages that speak of the insides of torch and TorchRec, on every rank, every run."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.")
+    warnings.filterwarnings("ignore", message="Using a non-tuple sequence", module="torchmetrics")
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 

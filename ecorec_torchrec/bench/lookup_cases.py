@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -142,7 +142,7 @@ class _TTStep:
         self,
         cell: Cell,
         lookup: Callable[[Cell, list[Tensor]], Tensor],
-        make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
+        make_optimizer: Callable[[Sequence[Tensor]], torch.optim.Optimizer],
     ) -> None:
         self.cell, self.lookup = cell, lookup
         # One row per core row: what row-wise Adagrad keeps an accumulator for.
@@ -170,7 +170,7 @@ class _DenseStep:
             cell.spec.num_embeddings, cell.spec.embedding_dim, mode="sum", sparse=True,
             include_last_offset=True, device=device,
         )  # fmt: skip
-        self.optimizer = _sgd(list(self.table.parameters()))
+        self.optimizer = _sgd([self.table.weight])
 
     def forward(self) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
@@ -265,7 +265,7 @@ def contenders(device: torch.device) -> list[Contender]:
 
 def _tt(
     lookup: Callable[[Cell, list[Tensor]], Tensor],
-    make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
+    make_optimizer: Callable[[Sequence[Tensor]], torch.optim.Optimizer],
 ) -> Callable[[Cell], Step]:
     return partial(_TTStep, lookup=lookup, make_optimizer=make_optimizer)
 
@@ -284,11 +284,11 @@ def _baseline(cell: Cell, cores: list[Tensor], pattern: Pattern) -> Tensor:
     )
 
 
-def _sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
+def _sgd(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=_LEARNING_RATE)
 
 
-def _rowwise_adagrad(parameters: list[Tensor]) -> torch.optim.Optimizer:
+def _rowwise_adagrad(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
     return RowWiseAdagrad(parameters, lr=_LEARNING_RATE)

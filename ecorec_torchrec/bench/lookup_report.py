@@ -120,10 +120,9 @@ def ratio(run: list[Row], slower: tuple[str, str], faster: tuple[str, str]) -> f
 def write_report(rows: list[Row], path: Path) -> None:
     """Replaces what is below the marker line of a Markdown file by the tables of the rows."""
     head = path.read_text(encoding="utf-8").split(MARKER)[0] if path.exists() else ""
-    runs = last_runs(rows)
-    parts = [head + MARKER, "", "## Gains", "", *_gains(runs), "", "## Cells"]
-    for run in runs:
-        parts += ["", *_cell_table(run)]
+    parts = [head + MARKER]
+    for run in last_runs(rows):
+        parts += ["", f"## {_title(run)}", "", *_gains(run), "", *_cell_table(run)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(parts) + "\n", encoding="utf-8")
 
@@ -136,13 +135,12 @@ def _title(run: list[Row]) -> str:
     )
 
 
-def _gains(runs: list[list[Row]]) -> list[str]:
-    lines = ["| cell | gain | ratio of step times |", "|---|---|---|"]
-    for run in runs:
-        for what, slower, faster in _GAINS:
-            value = ratio(run, slower, faster)
-            if value is not None:
-                lines.append(f"| {_title(run)} | {what} | {value:.2f} |")
+def _gains(run: list[Row]) -> list[str]:
+    lines = ["| gain | ratio of step times |", "|---|---|"]
+    for what, slower, faster in _GAINS:
+        value = ratio(run, slower, faster)
+        if value is not None:
+            lines.append(f"| {what} | {value:.2f} |")
     return lines
 
 
@@ -150,7 +148,7 @@ def _cell_table(run: list[Row]) -> list[str]:
     shown = ("pattern", "engine", "forward_ms", "backward_ms", "update_ms", "step_ms",
              "fraction_of_peak", "peak_workspace_mib", "gflop", "gbyte",
              "max_relative_error")  # fmt: skip
-    lines = [f"### {_title(run)} (git {run[0]['git_sha']}, torch {run[0]['torch']})", ""]
+    lines = [f"git {run[0]['git_sha']}, torch {run[0]['torch']}", ""]
     lines += ["| " + " | ".join(shown) + " |", "|" + "---|" * len(shown)]
     return [*lines, *("| " + " | ".join(row[name] for name in shown) + " |" for row in run)]
 

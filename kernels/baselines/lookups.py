@@ -59,10 +59,11 @@ class UnsortedLookups(NamedTuple):
         batch = shape.table(shape.row_factors)
         check_layout(indices_L, offsets, batch, "fatal")
         check_offsets(indices_L, offsets, batch)
-        _, digits_KL, bag_L, first_out_of_range = split_ids(indices_L, offsets, batch)
+        _, digits, bag_L, first_out_of_range = split_ids(indices_L, offsets, batch)
+        i1_L, i2_L, i3_L = digits
         if first_out_of_range >= 0:
             report_out_of_range(first_out_of_range, indices_L, offsets, batch, "fatal")
-        return cls(*digits_KL, bag_L, len(offsets) - 1)
+        return cls(i1_L, i2_L, i3_L, bag_L, len(offsets) - 1)
 
 
 class SortedLookups(NamedTuple):

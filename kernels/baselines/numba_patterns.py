@@ -154,6 +154,7 @@ class _Call(NamedTuple):
 
     sizes: tuple[int, int, int, int, int]  # q1, q2, q3, r1, r2
     cores: list[np.ndarray]  # (rows, row size)
+    num_workers: int
     bag_L: np.ndarray
     row_starts: np.ndarray
     prefix_starts: np.ndarray
@@ -162,7 +163,6 @@ class _Call(NamedTuple):
     i3_U: np.ndarray
     pooled_row_L: np.ndarray
     offsets: np.ndarray
-    num_workers: int
 
     @classmethod
     def of(cls, lookups: SortedLookups, cores: list[Tensor], shape: Shape) -> _Call:
@@ -175,8 +175,8 @@ class _Call(NamedTuple):
         return cls(
             (*shape.col_factors, *shape.ranks),
             [core.detach().flatten(1).numpy() for core in cores],
-            *(tensor.numpy() for tensor in lookups),
             max(1, num_workers),
+            *(tensor.numpy() for tensor in lookups),
         )
 
     @property

@@ -1,0 +1,304 @@
+"""What cannot work is refused by name: at shard time, or before a collective is started."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from ecorec_torchrec.modules import TTEmbeddingBagCollection
+from ecorec_torchrec.plan import TT_COMPUTE_KERNEL, tt_data_parallel, tt_table_wise
+from ecorec_torchrec.sharding import (
+    ShardedTTEmbeddingBagCollection,
+    TTEmbeddingBagCollectionSharder,
+)
+from ecorec_torchrec.testing import RankPool, toy
+from ecorec_torchrec.tt import TTSpec
+
+SPEC = toy.SPECS["t_tw"]
+META = torch.device("meta")
+
+
+def ours() -> TTEmbeddingBagCollection:
+    return toy.collection(toy.configs(("t_tw",)), device="meta")
+
+
+def stock() -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(tables=toy.configs(("t_tw",)), device=META)
+
+
+def sharded(
+    module: EmbeddingBagCollection,
+    generator: Callable[..., ParameterSharding],
+    fused_params: dict[str, Any] | None = toy.SGD,
+) -> ShardedTTEmbeddingBagCollection:
+    sharder = TTEmbeddingBagCollectionSharder(fused_params)
+    plan = construct_module_sharding_plan(
+        module, {"t_tw": generator}, sharder=sharder, device_type="cpu", local_size=2, world_size=2
+    )
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return sharder.shard(module, plan, env, torch.device("cpu"))
+
+
+def frozen(cores: slice) -> TTEmbeddingBagCollection:
+    module = ours()
+    for core in list(module.embedding_bags["t_tw"].tt_cores)[cores]:
+        core.requires_grad_(False)
+    return module
+
+
+def row_wise_tt(*arguments: Any) -> ParameterSharding:
+    return row_wise(compute_kernel=TT_COMPUTE_KERNEL)(*arguments)
+
+
+def column_wise_tt(*arguments: Any) -> ParameterSharding:
+    return column_wise(ranks=[0, 1], compute_kernel=TT_COMPUTE_KERNEL)(*arguments)
+
+
+def two_dimensional() -> None:
+    sharder = TTEmbeddingBagCollectionSharder(toy.SGD)
+    plan = construct_module_sharding_plan(
+        ours(), {"t_tw": tt_table_wise(0)}, sharder=sharder, device_type="cpu"
+    )
+    env = ShardingEnv2D.__new__(ShardingEnv2D)  # needs at least two groups of ranks to be made
+    sharder.shard(ours(), plan, env, torch.device("cpu"))
+
+
+OTHER = TTSpec(58, (3, 4, 5), (2, 2, 4), (3, 5))
+REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
+    "row-wise": (lambda: sharded(ours(), row_wise_tt), "'t_tw' cannot be sharded row_wise"),
+    "column-wise": (
+        lambda: sharded(ours(), column_wise_tt),
+        "'t_tw' cannot be sharded column_wise",
+    ),
+    "fused kernel": (
+        lambda: sharded(ours(), table_wise(0, compute_kernel="fused")),
+        "'t_tw' is a TT table, but its plan entry has the compute kernel 'fused'",
+    ),
+    "dense kernel": (lambda: sharded(ours(), data_parallel()), "compute kernel 'dense'"),
+    "no shape": (lambda: sharded(stock(), tt_table_wise(0)), "'t_tw' .* has no TT shape"),
+    "another shape": (
+        lambda: sharded(stock(), tt_table_wise(0, tt=toy.SPECS["t_q"])),
+        "24 rows x 16 columns, the table is of 58 x 16",
+    ),
+    "two shapes": (
+        lambda: sharded(ours(), tt_data_parallel(tt=OTHER)),
+        "'t_tw' is given different TT shapes",
+    ),
+    "owner": (lambda: sharded(ours(), tt_table_wise(2)), "rank=2 is not within 0..1"),
+    "optimizer": (
+        lambda: sharded(ours(), tt_table_wise(0), {"optimizer": EmbOptimType.LAMB}),
+        "'t_tw': optimizer lamb is not supported",
+    ),
+    "backend": (
+        lambda: sharded(ours(), tt_table_wise(0), toy.SGD | {"backend": "gpu"}),
+        "'t_tw': backend='gpu'",
+    ),
+    "half-frozen table": (
+        lambda: sharded(frozen(slice(1, 2)), tt_table_wise(0)),
+        "'t_tw': freeze all TT cores of a table, or none",
+    ),
+    "frozen replicas": (
+        lambda: sharded(frozen(slice(0, 3)), tt_data_parallel()),
+        "'t_tw' is data-parallel and frozen",
+    ),
+    "2D parallelism": (two_dimensional, "2D parallelism is not supported"),
+    "resharding": (
+        lambda: TTEmbeddingBagCollectionSharder(toy.SGD).reshard(
+            sharded(ours(), tt_table_wise(0)),
+            {"t_tw": None},
+            ShardingEnv.from_process_group(dist.group.WORLD),
+        ),
+        r"\['t_tw'\]: resharding while training is not supported",
+    ),
+    "groups": (
+        lambda: TTEmbeddingBagCollectionSharder(num_dist_groups=0),
+        "num_dist_groups=0 must be at least 1",
+    ),
+}
+
+
+def refuse(rank: int, name: str) -> None:
+    attempt, message = REFUSALS[name]
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        attempt()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_work_is_refused_by_name(ranks: RankPool, name: str) -> None:
+    ranks.run(refuse, name)
+
+
+def good() -> KeyedJaggedTensor:
+    lengths = torch.ones(4, dtype=torch.int64)
+    return KeyedJaggedTensor(["f_t_tw", "f_t_tw_b"], torch.arange(4), lengths=lengths)
+
+
+def broken(kind: str) -> KeyedJaggedTensor:
+    keys = ["f_t_tw", "f_t_tw_b"]
+    if kind == "lengths":
+        return KeyedJaggedTensor(keys, torch.arange(4), lengths=torch.tensor([1, 1, 1, 2]))
+    if kind == "stride":
+        return KeyedJaggedTensor(keys, torch.arange(5), lengths=torch.ones(5).long(), stride=2)
+    if kind == "missing":
+        return KeyedJaggedTensor(["f_t_tw"], torch.arange(1), lengths=torch.tensor([1]))
+    if kind == "order":
+        return KeyedJaggedTensor(keys[::-1], torch.arange(4), lengths=torch.ones(4).long())
+    if kind == "variable batch":
+        return KeyedJaggedTensor(
+            keys,
+            torch.arange(3),
+            lengths=torch.ones(3).long(),
+            stride_per_key_per_rank=[[1], [2]],
+            inverse_indices=(keys, torch.zeros(2, 2, dtype=torch.int64)),
+        )
+    return KeyedJaggedTensor(keys, torch.tensor([1, 2, 58, 3]), lengths=torch.ones(4).long())
+
+
+BROKEN_INPUT = {
+    "lengths": "lengths sum to 5 .* there are 4 values: they end within feature 'f_t_tw_b'",
+    "stride": "5 lengths do not fit 2 features",
+    "missing": r"features \['f_t_tw_b'\] are missing",
+    "order": r"in the order of the first batch, \['f_t_tw', 'f_t_tw_b'\]",
+    "variable batch": r"\['t_tw'\]: variable batch sizes per feature are not supported",
+}
+
+
+def feed(rank: int, kind: str) -> None:
+    module = sharded(ours(), tt_table_wise(1))
+    expected = module(good()).values().detach()
+    with pytest.raises((ValueError, NotImplementedError), match=BROKEN_INPUT[kind]):
+        module(broken(kind))
+    # No rank is left waiting in a collective: the next batch works.
+    assert torch.equal(module(good()).values(), expected)
+
+
+@pytest.mark.parametrize("kind", BROKEN_INPUT)
+def test_broken_input_is_refused_before_any_collective(ranks: RankPool, kind: str) -> None:
+    """The message names the feature and both numbers, not a shape deep inside TorchRec."""
+    ranks.run(feed, kind)
+
+
+def out_of_range(rank: int, mode: BoundsCheckMode | None) -> str:
+    """Id 58 is the first padding row of a table of 58 rows with 60 addressable ones."""
+    fused_params = toy.SGD | ({} if mode is None else {"bounds_check_mode": mode})
+    module = sharded(ours(), tt_data_parallel(), fused_params)
+    try:
+        pooled = module(broken("range")).values()
+    except ValueError as error:
+        return str(error)
+    row_0 = module(
+        KeyedJaggedTensor(
+            ["f_t_tw", "f_t_tw_b"], torch.zeros(4).long(), lengths=torch.ones(4).long()
+        )
+    ).values()
+    assert torch.equal(pooled[0, 16:], row_0[0, 16:])
+    return ""
+
+
+@pytest.mark.parametrize("mode", [None, BoundsCheckMode.FATAL])
+def test_ids_out_of_range_are_named(ranks: RankPool, mode: BoundsCheckMode | None) -> None:
+    for message in ranks.run(out_of_range, mode):
+        assert "t_tw" in message and "f_t_tw_b" in message and "58" in message
+
+
+def test_ids_out_of_range_can_be_ignored(ranks: RankPool) -> None:
+    assert ranks.run(out_of_range, BoundsCheckMode.IGNORE) == ["", ""]
+
+
+def empty_batches(rank: int) -> None:
+    names = ("t_tw", "t_dp", "d_tw", "d_rw")
+    adagrad = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
+    for fused_params in (toy.SGD, adagrad):
+        tables = toy.configs(names)
+        model = toy.shard(
+            toy.ToyModel(toy.collection(tables, device="meta"), tables),
+            toy.generators(names, 2),
+            fused_params,
+        )
+        optimizer = toy.optimizer_of(model, lambda params: torch.optim.SGD(params, lr=0.1))
+        keys = [f for name in names for f in toy.FEATURES[name]]
+        before = toy.whole_state(model)
+        for batch_size in (7, 0):
+            lengths = torch.zeros(len(keys) * batch_size, dtype=torch.int64)
+            features = KeyedJaggedTensor(keys, torch.empty(0, dtype=torch.int64), lengths=lengths)
+            pooled = model.module.ebc(features)
+            assert pooled.values().shape == (batch_size, 16 * len(keys))
+            assert (pooled.values() == 0).all()
+            toy.train_sharded(model, optimizer, [toy.ToyBatch(features, torch.ones(batch_size))])
+        after = toy.whole_state(model)
+        for key in after:
+            if "embedding_bags" in key:
+                assert torch.equal(after[key], before[key])
+
+
+def test_batches_without_ids_or_without_examples(ranks: RankPool) -> None:
+    """All bags empty, or no bag at all: zeros come out and no core moves."""
+    ranks.run(empty_batches)
+
+
+def one_id(rank: int, optimizer: EmbOptimType, data_type_of_ids: torch.dtype) -> dict:
+    model = sharded(
+        toy.collection(toy.configs(("t_tw",)), device="meta"),
+        tt_table_wise(1),
+        {"optimizer": optimizer, "learning_rate": 0.01},
+    )
+    torch.manual_seed(0)
+    before = toy.whole_state(model)
+    for _ in range(5):
+        ids = torch.full((64,), 7, dtype=data_type_of_ids)
+        lengths = torch.tensor([30, 34], dtype=data_type_of_ids)
+        pooled = model(KeyedJaggedTensor(["f_t_tw", "f_t_tw_b"], ids, lengths=lengths))
+        (1e-3 * pooled.values() ** 2).sum().backward()
+    return {"before": before, "after": toy.whole_state(model)}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "make_optimizer"),
+    [
+        (EmbOptimType.EXACT_SGD, lambda params: torch.optim.SGD(params, lr=0.01)),
+        (EmbOptimType.EXACT_ADAGRAD, lambda params: torch.optim.Adagrad(params, lr=0.01, eps=1e-8)),
+        (EmbOptimType.ADAM, lambda params: torch.optim.Adam(params, lr=0.01)),
+    ],
+)
+def test_one_id_many_times_is_one_summed_gradient(
+    ranks: RankPool, optimizer: EmbOptimType, make_optimizer: Callable
+) -> None:
+    found = ranks.run(one_id, optimizer, torch.int32)[0]
+    names = [f"embedding_bags.t_tw.tt_cores.{k}" for k in range(3)]
+    cores = [torch.nn.Parameter(found["before"][name].double()) for name in names]
+    truth = make_optimizer(cores)
+    for _ in range(5):
+        truth.zero_grad()
+        # Row 7 of a 3 x 4 x 5 table is (0, 1, 2).
+        row = torch.einsum("iaj,jbk,kcl->abc", cores[0][0], cores[1][1], cores[2][2]).flatten()
+        (1e-3 * ((30 * row) ** 2 + (34 * row) ** 2)).sum().backward()
+        truth.step()
+    for name, core in zip(names, cores, strict=True):
+        torch.testing.assert_close(found["after"][name].double(), core.detach(), rtol=0, atol=1e-5)
+
+
+def dtypes(rank: int) -> list[torch.dtype]:
+    found = []
+    for output in (SparseType.FP32, SparseType.FP16, SparseType.BF16):
+        module = sharded(ours(), tt_table_wise(0), toy.SGD | {"output_dtype": output})
+        found.append(module(good()).values().dtype)
+    return found
+
+
+def test_output_has_the_type_that_was_asked_for(ranks: RankPool) -> None:
+    assert ranks.run(dtypes)[0] == [torch.float32, torch.float16, torch.bfloat16]

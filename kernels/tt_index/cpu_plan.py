@@ -199,7 +199,7 @@ def _pack_keys(  # type: ignore[no-untyped-def]
             row = np.int64(indices_L[occurrence])
             is_bad = (row < 0) | (row >= num_embeddings)
             bad += is_bad
-            row = 0 if is_bad else row
+            row = np.int64(0) if is_bad else row
             prefix = _divide(row, p3, inverse_3)
             i1 = _divide(prefix, p2, inverse_2)
             key = base + ((prefix - i1 * p2) * p1 + i1) * p3 + (row - prefix * p3)

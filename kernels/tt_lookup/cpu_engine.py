@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -108,10 +109,11 @@ def backward(
     return core_grads, weights_grad
 
 
-class _Call(NamedTuple):
+@dataclass(frozen=True)
+class _Call:
     """What all passes of one call share."""
 
-    index: IndexPlan  # of arrays
+    index: Any  # an IndexPlan whose fields are arrays
     num_rows: int
     num_prefixes: int
     shape: tuple[int, ...]  # q1, q2, q3, r1, r2
@@ -126,10 +128,11 @@ class _Call(NamedTuple):
         shape = (*(core.shape[2] for core in cores), cores[0].shape[3], cores[1].shape[3])
         arrays = [core.detach().float().flatten(1).numpy() for core in cores]
         num_workers = min(torch.get_num_threads(), plan.num_lookups // _MIN_LOOKUPS_PER_WORKER)
-        index = IndexPlan(*(tensor.numpy() for tensor in plan))
+        index: Any = [tensor.numpy() for tensor in plan]
         return cls(
-            index, num_rows, num_prefixes, shape, arrays, num_features, mean, max(1, num_workers)
-        )
+            IndexPlan(*index), num_rows, num_prefixes, shape, arrays, num_features, mean,
+            max(1, num_workers),
+        )  # fmt: skip
 
     @property
     def embedding_dim(self) -> int:

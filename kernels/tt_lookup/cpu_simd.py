@@ -182,9 +182,9 @@ def _gather_sum_tile(vectors: int, weighted: bool, masked: bool = False) -> Any:
     vector_bytes = LANES * _ELEMENT_BYTES
 
     @intrinsic
-    def tile(
+    def tile(  # type: ignore[no-untyped-def]
         typing_context, out, table, row_bytes, index, weights, count, ahead, accumulate, lanes
-    ):  # type: ignore[no-untyped-def]
+    ):
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
             out, table, row_bytes, index, weights, count, ahead, accumulate, lanes = args
             emit = _Emitter(builder, lanes if masked else None)

@@ -19,6 +19,8 @@ from .table_batch import TableBatch
 _BLOCK = 256
 _MAX_INT32 = 2**31 - 1
 
+# Integers that change from batch to batch are not specialised: no recompilation while training.
+
 
 def build_plan(indices_L: Tensor, offsets: Tensor, batch: TableBatch) -> tuple[IndexPlan, Tensor]:
     """Sorts, deduplicates and groups the ids of a batch of 3-core tables.
@@ -31,6 +33,11 @@ def build_plan(indices_L: Tensor, offsets: Tensor, batch: TableBatch) -> tuple[I
         offsets: `(F*B + 1,)` int32 or int64, contiguous, checked.
         batch: the tables and features.
     """
+    with torch.cuda.device_of(indices_L):
+        return _build_plan(indices_L, offsets, batch)
+
+
+def _build_plan(indices_L: Tensor, offsets: Tensor, batch: TableBatch) -> tuple[IndexPlan, Tensor]:
     num_lookups, num_groups = indices_L.shape[0], batch.core_shapes[1][0]
     numbers_F = _table_numbers(batch.key, indices_L.device)
     position_L = torch.arange(num_lookups, device=indices_L.device, dtype=offsets.dtype)
@@ -126,7 +133,7 @@ def _table_numbers(key: str, device: torch.device) -> Tensor:
     return torch.tensor([numbers_T[table] for table in batch.feature_tables], device=device)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lookups", "bags_per_feature"])
 def _key_kernel(
     indices_L,
     bag_of_L,
@@ -153,7 +160,7 @@ def _key_kernel(
     tl.store(outside_L + lookup, outside, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lookups", "bags_per_feature"])
 def _change_kernel(
     key_L, bag_L, numbers_F, changes_L, num_lookups, bags_per_feature, BLOCK: tl.constexpr
 ):
@@ -170,7 +177,7 @@ def _change_kernel(
     tl.store(changes_L + position, changes, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lookups", "bags_per_feature"])
 def _level_kernel(
     key_L,
     bag_L,

@@ -32,7 +32,7 @@ def lookup_scale(order_L, bag, position, offsets, weights_L, mask, MEAN: tl.cons
     return scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bags_per_feature", "num_features"])
 def row_piece_kernel(
     grad,
     piece_rows,
@@ -77,7 +77,7 @@ def row_piece_kernel(
     tl.store(pieces + slot.to(tl.int64) * D + col, acc, mask=col < D)
 
 
-@triton.jit(do_not_specialize=["part"])
+@triton.jit(do_not_specialize=["part", "bags_per_feature", "num_features"])
 def row_grad_kernel(
     grad,
     pieces,
@@ -131,7 +131,7 @@ def row_grad_kernel(
     tl.store(out, acc, mask=exists[:, None] & (col < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["part"])
+@triton.jit(do_not_specialize=["part", "num_lookups", "bags_per_feature", "num_features"])
 def weight_grad_kernel(
     grad,
     rows,

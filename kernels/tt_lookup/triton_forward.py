@@ -3,7 +3,8 @@
 Legend: U unique rows, P prefixes (i1, i2), L lookups, D embedding dim; M = q1*q2, COLS = q2*r2,
 t = M*r2. A *tile* holds `tile_prefixes` neighbouring prefixes of one group (fewer at the group's
 end), a *part* is a run of tiles (`triton_parts.py`). Buffers hold one part: entry 0 is its first
-prefix or row. Half-precision cores are widened when they are loaded; all sums are fp32.
+prefix or row. Half-precision cores are widened when they are loaded; all sums are fp32. Integers
+that change from part to part or batch to batch are not specialised: no recompilation for them.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def row_kernel(
         tl.store(out[None, :] + line[:, None] * Q3, acc, mask=mask)
 
 
-@triton.jit(do_not_specialize=["part"])
+@triton.jit(do_not_specialize=["part", "num_bags", "bags_per_feature", "num_features"])
 def pool_kernel(
     rows,
     pooled_row_L,

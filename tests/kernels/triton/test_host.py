@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ecorec_torchrec.kernels.tt_index import IndexPlan, TableBatch
+from ecorec_torchrec.kernels.tt_index import IndexPlan, TableBatch, reference
 from ecorec_torchrec.kernels.tt_lookup.launch import LaunchConfig, dot_precision
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -77,6 +77,45 @@ def test_launches_of_a_part():
     once = {"_key_kernel", "_change_kernel", "_level_kernel", "row_piece_kernel"}
     assert all(cut[name] == whole[name] for name in once)
     assert cut["core1_grad_kernel"] == cut["core2_piece_kernel"] == cut["core0_piece_kernel"]
+
+
+def peak_bytes(call) -> int:
+    """The most that `call` has allocated at any time, by PyTorch's own records."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        results = call()
+    peak = live = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    assert results is not None and peak > 0
+    return peak
+
+
+@pytest.mark.parametrize("workspace_bytes", [6 * 2**20, 20 * 2**20, 500 * 2**20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_call_keeps_within_its_workspace(workspace_bytes, dtype, weighted):
+    """What PyTorch allocates around the kernels, which do not run; tables on the CPU."""
+    num_lookups, num_bags = 20_000, 2_000
+    batch = TableBatch(
+        ("t", "s"), (30_000, 9_000), ((30, 25, 40), (20, 15, 30)), (4, 2, 4), (16, 8),
+        ("f", "g"), (0, 1),
+    )  # fmt: skip
+    ids, offsets = torch.randint(9_000, (num_lookups,)), torch.arange(0, num_lookups + 1, 5)
+    plan, _ = reference.build_plan(ids, offsets, batch)
+    cores = [torch.randn(shape).to(dtype) for shape in batch.core_shapes]
+    weights = torch.rand(num_lookups) if weighted else None
+    grad = torch.randn(num_bags, 64).to(dtype)
+    results_bytes = sum(core.nbytes for core in cores) + (weights.nbytes if weighted else 0)
+    arguments = (plan, cores, weights, 2, True)
+    with mock.patch.object(JITFunction, "run", lambda *args, **kwargs: None):
+        used = peak_bytes(lambda: triton_engine.forward(*arguments, dtype, workspace_bytes))
+        assert used - grad.nbytes <= workspace_bytes
+        used = peak_bytes(
+            lambda: triton_engine.backward(grad, *arguments, True, weighted, workspace_bytes)
+        )
+        assert used - results_bytes <= workspace_bytes
 
 
 def test_a_workspace_that_is_too_small_names_the_floor():

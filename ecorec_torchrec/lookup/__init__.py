@@ -5,7 +5,12 @@ Replaces `BatchedDenseEmbeddingBag`, `BatchedFusedEmbeddingBag` and `GroupedPool
 
 from .cores import CoreSlice, GroupableSpec, GroupCores, TableCores
 from .grouped import TTDataParallelPooledEmbeddingsLookup, TTGroupedPooledEmbeddingsLookup
-from .optimizers import FusedTTOptimizer, GroupKeyedOptimizer, OptimizerSpec
+from .optimizers import (
+    FusedTTOptimizer,
+    GroupKeyedOptimizer,
+    OptimizerSpec,
+    mark_in_backward,
+)
 from .settings import TT_ONLY_SETTINGS, TTSettings
 from .tt_embedding_bag import BatchedFusedTTEmbeddingBag, BatchedTTEmbeddingBag
 
@@ -23,4 +28,5 @@ __all__ = [
     "TTGroupedPooledEmbeddingsLookup",
     "TTSettings",
     "TableCores",
+    "mark_in_backward",
 ]

@@ -76,7 +76,7 @@ class CoreSlice(nn.Parameter):
         return rows.view(self.shape) if rows.numel() == self.numel() else rows
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         grad = self.flat.grad
         if grad is None:
             return self._grad_view if self._grad_of_flat is None else None

@@ -151,7 +151,11 @@ def _arguments(
             "TT tables",
             stacklevel=2,
         )
-    arguments = {name: value for name, value in settings.items() if name in known}
+    arguments = {
+        name: tuple(value) if isinstance(value, list) else value  # hashable
+        for name, value in settings.items()
+        if name in known
+    }
     for name, default in _FBGEMM_DEFAULTS.items():
         if name in known:
             arguments.setdefault(name, default)
@@ -187,9 +191,7 @@ class FusedTTOptimizer(FusedOptimizer):
         state = _table_states(params, self._flats, self._flat_states(), self._steps)
         group = {**self._optimizer.param_groups[0], "params": list(params.values())}
         super().__init__(params, state, [group])
-        # Everything that an optimizer of the dense part must leave alone bears this mark.
-        for parameter in (*self._flats, *params.values()):
-            parameter._in_backward_optimizers = [self]  # type: ignore[attr-defined]
+        mark_in_backward((*self._flats, *params.values()), self)
         for flat in self._flats:
             flat.register_post_accumulate_grad_hook(self._on_gradient)
 
@@ -237,6 +239,12 @@ class FusedTTOptimizer(FusedOptimizer):
 
     def post_load_state_dict(self) -> None:
         self._steps.forget()
+
+
+def mark_in_backward(parameters: Iterable[nn.Parameter], optimizer: FusedOptimizer) -> None:
+    """Marks what an optimizer of the dense part must leave alone, for TorchRec's filter."""
+    for parameter in parameters:
+        parameter._in_backward_optimizers = [optimizer]  # type: ignore[attr-defined]
 
 
 class GroupKeyedOptimizer(KeyedOptimizer):

@@ -18,7 +18,7 @@ from ecorec_torchrec.kernels.tt_index import TableBatch
 from ecorec_torchrec.kernels.tt_lookup import batched_tt_embedding_bag
 
 from .cores import GroupCores
-from .optimizers import FusedTTOptimizer
+from .optimizers import FusedTTOptimizer, mark_in_backward
 from .settings import TTSettings
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -159,8 +159,8 @@ class BatchedFusedTTEmbeddingBag(BatchedTTEmbeddingBag, FusedOptimizerModule):
         self._optim: FusedOptimizer
         if optimizer is None or self.frozen:
             self._optim = EmptyFusedOptimizer()
-            for parameter in (*self._emb_module.flat, *self._emb_module.named_slices().values()):
-                parameter._in_backward_optimizers = [self._optim]  # type: ignore[attr-defined]
+            cores = self._emb_module
+            mark_in_backward((*cores.flat, *cores.named_slices().values()), self._optim)
         else:
             self._optim = FusedTTOptimizer(self._emb_module, optimizer)
 

@@ -8,11 +8,8 @@ from ecorec_torchrec.errors import require_torchrec
 
 require_torchrec()
 
-from .embedding_bag import (  # noqa: E402
-    ShardedTTEmbeddingBagCollection,
-    TTEmbeddingBagCollectionSharder,
-)
-from .sharders import get_ecorec_sharders  # noqa: E402
+from .embedding_bag import ShardedTTEmbeddingBagCollection  # noqa: E402
+from .sharders import TTEmbeddingBagCollectionSharder, get_ecorec_sharders  # noqa: E402
 
 __all__ = [
     "ShardedTTEmbeddingBagCollection",

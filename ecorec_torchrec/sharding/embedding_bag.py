@@ -1,4 +1,4 @@
-"""Sharded pooled collections with TT tables, and their sharder."""
+"""Sharded pooled collections with TT tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torchrec.distributed.embedding_sharding import EmbeddingSharding, Embedding
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
-    EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
 )
 from torchrec.distributed.types import (
@@ -27,9 +26,8 @@ from torchrec.distributed.types import (
     ShardingEnv2D,
     ShardingType,
 )
-from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
 )
 from torchrec.optim.fused import EmptyFusedOptimizer
@@ -42,6 +40,7 @@ from ecorec_torchrec.lookup import (
     CoreSlice,
     TableCores,
     TTSettings,
+    mark_in_backward,
 )
 from ecorec_torchrec.modules import (
     TTEmbeddingBagCollection,
@@ -56,7 +55,7 @@ from ecorec_torchrec.tt import TTSpec
 from .dist_groups import NUM_DIST_GROUPS, split_dist_groups
 from .pooled import TTDpPooledEmbeddingSharding, TTTwPooledEmbeddingSharding
 from .state import CoreState, add_whole_cores, core_states, take_local_cores
-from .tables import TablesView, check_data_parallel, resolve_tt_tables
+from .tables import TablesView, check_data_parallel, check_owners, resolve_tt_tables
 
 _ROW_CUT = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
 
@@ -85,6 +84,8 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         NotImplementedError: TT tables under 2D parallelism.
     """
 
+    _embedding_bag_configs: list[EmbeddingBagConfig]
+
     def __init__(
         self,
         module: EmbeddingBagCollectionInterface,
@@ -101,6 +102,7 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             raise NotImplementedError(
                 f"TT tables {list(tt_specs)}: 2D parallelism is not supported"
             )
+        check_owners(table_name_to_parameter_sharding, tt_specs, env.world_size)
         self._tt_specs = tt_specs
         self._input_keys: list[str] | None = None
         # Seeds come before TorchRec's own initialisation, which draws numbers for the tables of
@@ -117,7 +119,7 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             sharded_module_order_overwrite,
         )
         self._untrainable = self._tables_without_optimizer()
-        self._late_mean_D = self._columns_averaged_late().to(self._device)
+        self._late_mean_D = self._columns_averaged_late()
         if _has_cores(module):
             self._copy_cores(module)
 
@@ -233,6 +235,8 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _broadcast_data_parallel(self) -> None:
         group = self._env.process_group
+        if group is None:
+            return
         for kernel in self._tt_kernels():
             if not isinstance(kernel, BatchedFusedTTEmbeddingBag):
                 for flat in kernel.emb_module.flat:
@@ -295,7 +299,8 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             for name in info.embedding_config.embedding_names
         }
         columns = zip(self._embedding_names, self._embedding_dims, strict=True)
-        return torch.tensor([name in late for name, dim in columns for _ in range(dim)])
+        marks = [name in late for name, dim in columns for _ in range(dim)]
+        return torch.tensor(marks, device=self._device)
 
     def _check_features(self, features: KeyedJaggedTensor) -> None:
         names = [name for c in self._embedding_bag_configs for name in c.feature_names]
@@ -358,8 +363,7 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 def _placeholders(spec: TTSpec, dtype: torch.dtype) -> list[nn.Parameter]:
     """What a rank shows of another rank's table, as TorchRec does: names must not differ."""
     placeholders = [nn.Parameter(torch.empty(0, dtype=dtype)) for _ in spec.core_shapes]
-    for placeholder in placeholders:
-        placeholder._in_backward_optimizers = [EmptyFusedOptimizer()]
+    mark_in_backward(placeholders, EmptyFusedOptimizer())
     return placeholders
 
 
@@ -380,85 +384,3 @@ def _take_local_cores(
     module: ShardedTTEmbeddingBagCollection, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
     take_local_cores(module._core_states, state_dict, prefix)
-
-
-class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
-    """Shards pooled collections some of whose tables may be TT.
-
-    Replaces `EmbeddingBagCollectionSharder`, for stock collections whose plan asks for TT tables
-    and for `TTEmbeddingBagCollection`. `DistributedModelParallel` looks sharders up by the exact
-    type of a module, so each of the two types needs its own instance: see `get_ecorec_sharders`.
-
-    Args:
-        fused_params: TorchRec's, for dense and TT tables alike: `optimizer` (an `EmbOptimType` or,
-            where all tables are TT, a `torch.optim` class) and its settings, `bounds_check_mode`,
-            `output_dtype`; for TT tables also `workspace_bytes` and `backend`.
-        qcomm_codecs_registry: quantised communication, as in TorchRec.
-        num_dist_groups: slices that the tables of every sharding type are cut into, so that the
-            communication of one overlaps the lookup of the next; the numbers stay the same.
-        module_type: the type of collection that the planner and `DistributedModelParallel` use
-            this sharder for.
-
-    Raises:
-        ValueError: `num_dist_groups` is below 1.
-
-    Example::
-
-        sharder = TTEmbeddingBagCollectionSharder(
-            {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.01}
-        )
-        plan = construct_module_sharding_plan(
-            ebc, {"users": tt_table_wise(0, tt=spec)}, sharder=sharder
-        )
-        sharded = torchrec.distributed.shard(ebc, plan, sharder=sharder)
-    """
-
-    def __init__(
-        self,
-        fused_params: dict[str, Any] | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
-        num_dist_groups: int = 1,
-        module_type: type[EmbeddingBagCollection] = EmbeddingBagCollection,
-    ) -> None:
-        if num_dist_groups < 1:
-            raise ValueError(f"num_dist_groups={num_dist_groups} must be at least 1")
-        super().__init__(fused_params, qcomm_codecs_registry)
-        self._num_dist_groups = num_dist_groups
-        self._module_type = module_type
-
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedTTEmbeddingBagCollection:
-        return ShardedTTEmbeddingBagCollection(
-            module=module,
-            table_name_to_parameter_sharding=params,
-            env=env,
-            fused_params={**(self.fused_params or {}), NUM_DIST_GROUPS: self._num_dist_groups},
-            device=device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-        )
-
-    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        """One N x D parameter per table, as planners expect; on the meta device for TT tables."""
-        return TablesView(module).table_parameters()
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """TorchRec's, and the TT kernel for the sharding types that TT tables can have."""
-        kernels = super().compute_kernels(sharding_type, compute_device_type)
-        if sharding_type in (ShardingType.TABLE_WISE.value, ShardingType.DATA_PARALLEL.value):
-            kernels.append(TT_COMPUTE_KERNEL)
-        return kernels
-
-    @property
-    def module_type(self) -> type[EmbeddingBagCollection]:
-        return self._module_type
-
-    @property
-    def sharded_module_type(self) -> type[ShardedTTEmbeddingBagCollection]:
-        return ShardedTTEmbeddingBagCollection

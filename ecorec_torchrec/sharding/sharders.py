@@ -4,14 +4,109 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs
+from torchrec.distributed.types import (
+    ModuleSharder,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingType,
+)
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from ecorec_torchrec.modules import TTEmbeddingBagCollection
+from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
 
-from .embedding_bag import TTEmbeddingBagCollectionSharder
+from .dist_groups import NUM_DIST_GROUPS
+from .embedding_bag import ShardedTTEmbeddingBagCollection
+from .tables import TablesView
+
+
+class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+    """Shards pooled collections some of whose tables may be TT.
+
+    Replaces `EmbeddingBagCollectionSharder`, for stock collections whose plan asks for TT tables
+    and for `TTEmbeddingBagCollection`. `DistributedModelParallel` looks sharders up by the exact
+    type of a module, so each of the two types needs its own instance: see `get_ecorec_sharders`.
+
+    `torchrec.distributed.shard` lets no parameter change its name, so there only a
+    `TTEmbeddingBagCollection`, which has the cores' names already, can have TT tables.
+
+    Args:
+        fused_params: TorchRec's, for dense and TT tables alike: `optimizer` (an `EmbOptimType` or,
+            where all tables are TT, a `torch.optim` class) and its settings, `bounds_check_mode`,
+            `output_dtype`; for TT tables also `workspace_bytes` and `backend`.
+        qcomm_codecs_registry: quantised communication, as in TorchRec.
+        num_dist_groups: slices that the tables of every sharding type are cut into, so that the
+            communication of one overlaps the lookup of the next; the numbers stay the same.
+        module_type: the type of collection that the planner and `DistributedModelParallel` use
+            this sharder for.
+
+    Raises:
+        ValueError: `num_dist_groups` is below 1.
+
+    Example::
+
+        ebc = TTEmbeddingBagCollection(tables, tt={"users": spec}, device="meta")
+        sharder = TTEmbeddingBagCollectionSharder(
+            {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.01}
+        )
+        plan = {"users": tt_table_wise(0), "genders": data_parallel()}
+        sharded = torchrec.distributed.shard.shard(ebc, plan, sharder=sharder)
+    """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        num_dist_groups: int = 1,
+        module_type: type[EmbeddingBagCollection] = EmbeddingBagCollection,
+    ) -> None:
+        if num_dist_groups < 1:
+            raise ValueError(f"num_dist_groups={num_dist_groups} must be at least 1")
+        super().__init__(fused_params, qcomm_codecs_registry)
+        self._num_dist_groups = num_dist_groups
+        self._module_type = module_type
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedTTEmbeddingBagCollection:
+        return ShardedTTEmbeddingBagCollection(
+            module=module,
+            table_name_to_parameter_sharding=params,
+            env=env,
+            fused_params={**(self.fused_params or {}), NUM_DIST_GROUPS: self._num_dist_groups},
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+
+    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
+        """One N x D parameter per table, as planners expect; on the meta device for TT tables."""
+        return TablesView(module).table_parameters()
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """TorchRec's, and the TT kernel for the sharding types that TT tables can have."""
+        kernels = super().compute_kernels(sharding_type, compute_device_type)
+        if sharding_type in (ShardingType.TABLE_WISE.value, ShardingType.DATA_PARALLEL.value):
+            kernels.append(TT_COMPUTE_KERNEL)
+        return kernels
+
+    @property
+    def module_type(self) -> type[EmbeddingBagCollection]:
+        return self._module_type
+
+    @property
+    def sharded_module_type(self) -> type[ShardedTTEmbeddingBagCollection]:
+        return ShardedTTEmbeddingBagCollection
 
 
 def get_ecorec_sharders(

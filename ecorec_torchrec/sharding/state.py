@@ -64,7 +64,7 @@ def core_states(
     for k, shape in enumerate(spec.core_shapes):
         core = None if cores is None else cores[k].detach()
         if entry.sharding_type == ShardingType.DATA_PARALLEL.value:
-            whole = None
+            whole: ShardedTensor | DTensor | None = None
         elif env.output_dtensor:
             whole = _as_dtensor(core, shape, env)
         else:

@@ -7,7 +7,7 @@ entry, from the table's config, or from a `TTEmbeddingBagCollection`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,12 +50,28 @@ def resolve_tt_tables(
         entry = plan[config.name]
         if entry.compute_kernel == TT_COMPUTE_KERNEL:
             specs[config.name] = _spec(config, entry, held.get(config.name))
-        elif config.name in held:
+        elif config.name in held or getattr(entry, "tt", None) is not None:
             raise ValueError(
                 f"table {config.name!r} is a TT table, but its plan entry has the compute kernel "
                 f"{entry.compute_kernel!r}: use tt_table_wise, tt_data_parallel or EcoRecPlanner"
             )
     return specs
+
+
+def check_owners(
+    plan: Mapping[str, ParameterSharding], tables: Iterable[str], world_size: int
+) -> None:
+    """Raises ValueError unless every table-wise one of `tables` is placed on one rank there is."""
+    for table in tables:
+        entry = plan[table]
+        if entry.sharding_type != ShardingType.TABLE_WISE.value:
+            continue
+        if entry.sharding_spec is None or not entry.ranks or entry.ranks[0] >= world_size:
+            raise ValueError(
+                f"TT table {table!r} is table-wise with ranks={entry.ranks} and "
+                f"sharding_spec={entry.sharding_spec}: it needs one shard on one of "
+                f"{world_size} ranks, see tt_table_wise"
+            )
 
 
 def _spec(config: EmbeddingBagConfig, entry: ParameterSharding, held: TTSpec | None) -> TTSpec:

@@ -20,7 +20,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ecorec_torchrec.modules import TTEmbeddingBagCollection
-from ecorec_torchrec.plan import TT_COMPUTE_KERNEL, tt_data_parallel, tt_table_wise
+from ecorec_torchrec.plan import (
+    TT_COMPUTE_KERNEL,
+    TTParameterSharding,
+    tt_data_parallel,
+    tt_table_wise,
+)
 from ecorec_torchrec.sharding import (
     ShardedTTEmbeddingBagCollection,
     TTEmbeddingBagCollectionSharder,
@@ -77,6 +82,14 @@ def two_dimensional() -> None:
     sharder.shard(ours(), plan, env, torch.device("cpu"))
 
 
+def table_wise_without_a_shard(*_: Any) -> ParameterSharding:
+    return TTParameterSharding("table_wise", TT_COMPUTE_KERNEL, ranks=[5], tt=SPEC)
+
+
+def dense_with_a_shape(*_: Any) -> ParameterSharding:
+    return TTParameterSharding("data_parallel", "dense", ranks=[0, 1], tt=SPEC)
+
+
 OTHER = TTSpec(58, (3, 4, 5), (2, 2, 4), (3, 5))
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "row-wise": (lambda: sharded(ours(), row_wise_tt), "'t_tw' cannot be sharded row_wise"),
@@ -99,6 +112,14 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         "'t_tw' is given different TT shapes",
     ),
     "owner": (lambda: sharded(ours(), tt_table_wise(2)), "rank=2 is not within 0..1"),
+    "placement": (
+        lambda: sharded(ours(), table_wise_without_a_shard),
+        r"'t_tw' is table-wise with ranks=\[5\] and sharding_spec=None",
+    ),
+    "dense kernel with a shape": (
+        lambda: sharded(stock(), dense_with_a_shape),
+        "'t_tw' is a TT table, but its plan entry has the compute kernel 'dense'",
+    ),
     "optimizer": (
         lambda: sharded(ours(), tt_table_wise(0), {"optimizer": EmbOptimType.LAMB}),
         "'t_tw': optimizer lamb is not supported",

@@ -100,6 +100,11 @@ CASES = {
         optimizer=lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-4),
     ),
     "dist_groups": Case(num_dist_groups=3),
+    "settings_of_tt_tables_beside_dense_ones": Case(
+        fused_params=tuple(
+            (toy.SGD | {"workspace_bytes": 1 << 20, "backend": "reference"}).items()
+        ),
+    ),
 }
 
 

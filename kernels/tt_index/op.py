@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -14,22 +15,23 @@ from .plan import IndexPlan
 from .table_batch import TableBatch
 
 
-@cache
+@torch.compiler.assume_constant_result
 def numba_error() -> str | None:
     """Why numba cannot be used; None if it can."""
-    try:
-        import numba  # noqa: F401
-    except Exception as error:  # a numba that does not fit numpy fails in many ways
-        return f"{type(error).__name__}: {error}"
-    return None
+    return _import_error("numba")
+
+
+@torch.compiler.assume_constant_result
+def triton_error() -> str | None:
+    """Why Triton cannot be used; None if it can."""
+    return _import_error("triton")
 
 
 @cache
-def triton_error() -> str | None:
-    """Why Triton cannot be used; None if it can."""
+def _import_error(name: str) -> str | None:
     try:
-        import triton  # noqa: F401
-    except Exception as error:
+        import_module(name)
+    except Exception as error:  # a numba that does not fit numpy fails in many ways
         return f"{type(error).__name__}: {error}"
     return None
 

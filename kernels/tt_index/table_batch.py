@@ -54,7 +54,7 @@ class TableBatch:
             object.__setattr__(self, name, _tuples(getattr(self, name)))
         self._check_tables()
         self._check_features()
-        object.__setattr__(self, "key", repr(tuple(getattr(self, name) for name in _FIELDS)))
+        object.__setattr__(self, "key", _text(tuple(getattr(self, name) for name in _FIELDS)))
 
     def _check_tables(self) -> None:
         num_cores = len(self.col_factors)
@@ -152,6 +152,13 @@ _FIELDS = (
 
 def _tuples(value: list | tuple) -> tuple:
     return tuple(_tuples(x) if isinstance(x, list | tuple) else x for x in value)
+
+
+def _text(value: tuple | int | str) -> str:
+    """A literal of nested tuples. Written out, because compilers cannot trace `repr` of a tuple."""
+    if isinstance(value, tuple):
+        return "(" + "".join([_text(x) + "," for x in value]) + ")"
+    return repr(value) if isinstance(value, str) else format(value, "d")
 
 
 @lru_cache(maxsize=256)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-from ecorec_torchrec.kernels.tt_index import TableBatch, index_plan
+from ecorec_torchrec.kernels.tt_index import IndexPlan, TableBatch
 from ecorec_torchrec.kernels.tt_index.checks import check_layout
 from torch import Tensor
 
@@ -300,8 +300,8 @@ def _lookup(
             output_dtype=output_dtype,
             bounds_check=bounds_check,
         )
-    cores, batch = _three_cores(cores, batch)
-    plan = index_plan(indices_L, offsets, batch, bounds_check=bounds_check)
+    cores, key = _three_cores(cores, batch)
+    plan = IndexPlan(*torch.ops.ecorec.tt_index(indices_L, offsets, key, bounds_check))
     return tt_lookup(
         plan if pooled else plan.unpooled(),
         cores,
@@ -314,29 +314,28 @@ def _lookup(
     )
 
 
-def _three_cores(cores: list[Tensor], batch: TableBatch) -> tuple[list[Tensor], TableBatch]:
-    """The same tables with 3 cores, the form the engines know; differentiable.
+def _three_cores(cores: list[Tensor], batch: TableBatch) -> tuple[list[Tensor], str]:
+    """Cores and `TableBatch.key` of the same tables with 3 cores, the form the engines know.
 
     Two cores get a first core of ones. Of more than three, the leading ones are multiplied out,
-    table by table: their product has prod(p)/(p_{K-1} p_K) rows, few beside N.
+    table by table: their product has prod(p)/(p_{K-1} p_K) rows, few beside N. Differentiable.
     """
-    three_core_batch = _three_core_batch(batch)
     if batch.num_cores == 3:
-        return cores, batch
+        return cores, batch.key
+    key = _three_core_key(batch.key)
     if batch.num_cores == 2:
-        return [cores[0].new_ones(batch.num_tables, 1, 1, 1), *cores], three_core_batch
+        return [cores[0].new_ones(batch.num_tables, 1, 1, 1), *cores], key
     cores = [core.to(accumulate_dtype(core.dtype)) for core in cores]
     leading = []
     for table, row_factors in enumerate(batch.row_factors):
-        first, *others = [
+        product, *others = [
             cores[k].narrow(0, batch.core_offsets[k][table], row_factors[k])
             for k in range(batch.num_cores - 2)
         ]
-        product = first
         for core in others:
             product = _merge(product, core)
         leading.append(product)
-    return [torch.cat(leading), *cores[-2:]], three_core_batch
+    return [torch.cat(leading), *cores[-2:]], key
 
 
 def _merge(left: Tensor, right: Tensor) -> Tensor:
@@ -347,7 +346,9 @@ def _merge(left: Tensor, right: Tensor) -> Tensor:
     return by_row.reshape(i * j, a, q * p, s)
 
 
-def _three_core_batch(batch: TableBatch) -> TableBatch:
+@torch.compiler.assume_constant_result
+def _three_core_key(key: str) -> str:
+    batch = TableBatch.from_key(key)
     if batch.num_cores == 2:
         row_factors = tuple((1, *p) for p in batch.row_factors)
         col_factors, ranks = (1, *batch.col_factors), (1, *batch.ranks)
@@ -355,22 +356,19 @@ def _three_core_batch(batch: TableBatch) -> TableBatch:
         row_factors = tuple((math.prod(p[:-2]), *p[-2:]) for p in batch.row_factors)
         col_factors = (math.prod(batch.col_factors[:-2]), *batch.col_factors[-2:])
         ranks = batch.ranks[-2:]
-    return replace(batch, row_factors=row_factors, col_factors=col_factors, ranks=ranks)
-
-
-def _table_batch(
-    num_embeddings: int,
-    row_factors: tuple[int, ...],
-    col_factors: tuple[int, ...],
-    ranks: tuple[int, ...],
-) -> TableBatch:
-    return TableBatch(
-        ("table",), (num_embeddings,), (row_factors,), col_factors, ranks, ("indices",), (0,)
-    )
+    return replace(batch, row_factors=row_factors, col_factors=col_factors, ranks=ranks).key
 
 
 def _single_table(spec: TTShape) -> TableBatch:
-    return _table_batch(spec.num_embeddings, spec.row_factors, spec.col_factors, spec.ranks)
+    return TableBatch(
+        ("table",),
+        (spec.num_embeddings,),
+        (spec.row_factors,),
+        spec.col_factors,
+        spec.ranks,
+        ("indices",),
+        (0,),
+    )
 
 
 def _check_cores(cores: Sequence[Tensor], batch: TableBatch, device: torch.device) -> None:

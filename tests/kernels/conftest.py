@@ -81,7 +81,7 @@ class LookupCase:
         weights = self.weights_L
         if weights is not None:
             weights = weights.detach().double().clone().requires_grad_()
-        tables = [materialise(cores, self.batch, t) for t in range(self.batch.num_tables)]
+        tables = [_materialise(cores, self.batch, t) for t in range(self.batch.num_tables)]
         offsets, num_bags = self.offsets.long(), self.bags_per_feature
         outputs = []
         for feature, table in enumerate(self.batch.feature_tables):
@@ -104,7 +104,7 @@ class LookupCase:
         return output.detach(), [core.grad for core in cores], weights_grad
 
 
-def materialise(cores: list[Tensor], batch: TableBatch, table: int) -> Tensor:
+def _materialise(cores: list[Tensor], batch: TableBatch, table: int) -> Tensor:
     """All rows `(num_embeddings, D)` of one table of the batch."""
     rows = torch.ones(1, 1, 1, dtype=cores[0].dtype)
     for k, core in enumerate(cores):
@@ -165,6 +165,12 @@ def _random_case(
 def random_case() -> Callable[..., LookupCase]:
     """`random_case(seed, dtype=float64, shapes=None)`; shapes: (col_factors, ranks)."""
     return _random_case
+
+
+@pytest.fixture
+def materialise() -> Callable[[list[Tensor], TableBatch, int], Tensor]:
+    """`materialise(cores, batch, table)`: a table's rows, differentiable."""
+    return _materialise
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Index plan on the CPU: radix sort, then one pass that finds rows, prefixes, groups and bags.
+"""Index plan on the CPU: radix sort, then two passes over the sorted lookups.
 
 Every lookup becomes one int64: its key (see the README), shifted left, or'ed with its occurrence. A
 sort by key is then stable, and carries the occurrence along for free.
@@ -78,9 +78,21 @@ def build_plan(indices_L: Tensor, offsets: Tensor, batch: TableBatch) -> tuple[I
 
     parallel_for(pack, num_workers, num_workers)
     packed_L = _radix_sort(packed_L, occurrence_bits, key_bits, num_workers)
-    next_of_bag = plan.offsets.numpy()[:-1].copy()
-    arrays = (tensor.numpy() for tensor in plan if tensor is not plan.offsets)
-    _group(packed_L, occurrence_bits, occurrence_bag_L, next_of_bag, tables, *arrays)
+    index: Any = IndexPlan(*[tensor.numpy() for tensor in plan])  # type: ignore[arg-type]
+
+    def fill(task: int, worker: int) -> None:
+        if task == 0:
+            _order_bags(
+                packed_L, occurrence_bits, occurrence_bag_L, index.offsets[:-1].copy(),
+                index.order_L, index.bag_L, index.pooled_row_L, index.pooled_occurrence_L,
+            )  # fmt: skip
+        else:
+            _find_rows(
+                packed_L, occurrence_bits, tables, index.row_starts, index.i3_U,
+                index.prefix_starts, index.i1_P, index.i2_P, index.group_starts, index.counts,
+            )  # fmt: skip
+
+    parallel_for(fill, 2, num_workers)
     return plan, -1 if first_bad.min() == num_lookups else int(first_bad.min())
 
 
@@ -242,61 +254,39 @@ def _move_by_digit(low, high, source, target, shift, starts) -> None:  # type: i
 
 
 @njit(cache=True, nogil=True)
-def _group(  # type: ignore[no-untyped-def]
-    packed_L,
-    occurrence_bits,
-    occurrence_bag_L,
-    next_of_bag,
-    tables,
-    order_L,
-    bag_L,
-    row_starts,
-    i3_U,
-    prefix_starts,
-    i1_P,
-    i2_P,
-    group_starts,
-    pooled_row_L,
-    pooled_occurrence_L,
+def _find_rows(  # type: ignore[no-untyped-def]
+    packed_L, occurrence_bits, tables, row_starts, i3_U, prefix_starts, i1_P, i2_P, group_starts,
     counts,
-) -> None:
-    """One pass over the sorted lookups fills the plan. `next_of_bag`: offsets, overwritten."""
-    occurrence_mask = (np.int64(1) << occurrence_bits) - 1
+) -> None:  # fmt: skip
+    """The levels above the sorted lookups: unique rows, prefixes, groups."""
     num_rows, num_prefixes, num_groups = 0, 0, 0
-    table, last_key, prefix_key, prefix_end = -1, np.int64(-1), np.int64(0), np.int64(0)
-    table_end = np.int64(0)
-    p1, p3 = np.int64(1), np.int64(1)
+    table = -1
+    last_key, prefix_key, prefix_end = np.int64(-1), np.int64(0), np.int64(0)
+    table_end, p1, p3 = np.int64(0), np.int64(1), np.int64(1)
     for position in range(len(packed_L)):
         key = packed_L[position] >> occurrence_bits
-        if key != last_key:
-            last_key = key
-            if key >= prefix_end:
-                while key >= table_end:
-                    table += 1
-                    table_end = tables.row_offsets[table + 1]
-                    p1, p3 = tables.row_factors[table, 0], tables.row_factors[table, 2]
-                prefix = (key - tables.row_offsets[table]) // p3
-                prefix_key = tables.row_offsets[table] + prefix * p3
-                prefix_end = prefix_key + p3
-                i2 = tables.core_offsets[1, table] + prefix // p1
-                prefix_starts[num_prefixes] = num_rows
-                i1_P[num_prefixes] = tables.core_offsets[0, table] + prefix % p1
-                i2_P[num_prefixes] = i2
-                while num_groups <= i2:
-                    group_starts[num_groups] = num_prefixes
-                    num_groups += 1
-                num_prefixes += 1
-            row_starts[num_rows] = position
-            i3_U[num_rows] = tables.core_offsets[2, table] + (key - prefix_key)
-            num_rows += 1
-        occurrence = packed_L[position] & occurrence_mask
-        bag = occurrence_bag_L[occurrence]
-        order_L[position] = occurrence
-        bag_L[position] = bag
-        slot = next_of_bag[bag]
-        next_of_bag[bag] = slot + 1
-        pooled_row_L[slot] = num_rows - 1
-        pooled_occurrence_L[slot] = occurrence
+        if key == last_key:
+            continue
+        last_key = key
+        if key >= prefix_end:
+            while key >= table_end:
+                table += 1
+                table_end = tables.row_offsets[table + 1]
+                p1, p3 = tables.row_factors[table, 0], tables.row_factors[table, 2]
+            prefix = (key - tables.row_offsets[table]) // p3
+            prefix_key = tables.row_offsets[table] + prefix * p3
+            prefix_end = prefix_key + p3
+            i2 = tables.core_offsets[1, table] + prefix // p1
+            prefix_starts[num_prefixes] = num_rows
+            i1_P[num_prefixes] = tables.core_offsets[0, table] + prefix % p1
+            i2_P[num_prefixes] = i2
+            while num_groups <= i2:
+                group_starts[num_groups] = num_prefixes
+                num_groups += 1
+            num_prefixes += 1
+        row_starts[num_rows] = position
+        i3_U[num_rows] = tables.core_offsets[2, table] + (key - prefix_key)
+        num_rows += 1
     row_starts[num_rows:] = len(packed_L)
     i3_U[num_rows:] = 0
     prefix_starts[num_prefixes:] = num_rows
@@ -304,3 +294,28 @@ def _group(  # type: ignore[no-untyped-def]
     i2_P[num_prefixes:] = 0
     group_starts[num_groups:] = num_prefixes
     counts[0], counts[1] = num_rows, num_prefixes
+
+
+@njit(cache=True, nogil=True)
+def _order_bags(  # type: ignore[no-untyped-def]
+    packed_L, occurrence_bits, occurrence_bag_L, next_of_bag, order_L, bag_L, pooled_row_L,
+    pooled_occurrence_L,
+) -> None:  # fmt: skip
+    """Occurrence and bag of every sorted lookup, and the lookups of every bag in sorted order.
+
+    `next_of_bag` holds the offsets, and is overwritten.
+    """
+    occurrence_mask = (np.int64(1) << occurrence_bits) - 1
+    row, last_key = -1, np.int64(-1)
+    for position in range(len(packed_L)):
+        key = packed_L[position] >> occurrence_bits
+        row += key != last_key
+        last_key = key
+        occurrence = packed_L[position] & occurrence_mask
+        bag = occurrence_bag_L[occurrence]
+        order_L[position] = occurrence
+        bag_L[position] = bag
+        slot = next_of_bag[bag]
+        next_of_bag[bag] = slot + 1
+        pooled_row_L[slot] = row
+        pooled_occurrence_L[slot] = occurrence

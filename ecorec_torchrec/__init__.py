@@ -35,7 +35,10 @@ except PackageNotFoundError:
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_PUBLIC_NAMES[name]}", __name__), name)
+    package = _PUBLIC_NAMES[name]
+    if package != "tt":  # the others need TorchRec: say what is wrong with it, and the cure
+        import_module(".errors", __name__).require_torchrec()
+    value = getattr(import_module(f".{package}", __name__), name)
     globals()[name] = value
     return value
 

@@ -93,7 +93,7 @@ class BatchedTTEmbeddingBag(BaseBatchedEmbeddingBag[Tensor]):
             (B, F * D) in `settings.output_dtype`.
         """
         assert vbe_output is None and vbe_output_offsets is None
-        return batched_tt_embedding_bag(
+        pooled = batched_tt_embedding_bag(
             features.values(),
             features.offsets(),
             self._emb_module(),
@@ -105,6 +105,10 @@ class BatchedTTEmbeddingBag(BaseBatchedEmbeddingBag[Tensor]):
             backend=self.settings.backend,
             bounds_check=self.settings.bounds_check,
         )
+        if torch.is_grad_enabled() and not pooled.requires_grad:
+            # Frozen tables: every rank must still take part in the backward all-to-all.
+            pooled.requires_grad_()
+        return pooled
 
     # TorchRec's bookkeeping speaks of one `<table>.weight` per table, which TT tables do not have:
     # the sharded collection registers and saves the cores itself.

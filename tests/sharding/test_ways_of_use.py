@@ -273,6 +273,35 @@ def test_a_step_changes_the_rows_looked_up_and_only_those(ranks: RankPool) -> No
     assert [changed[name] for name in cores] == [[0], [1], [2], [2], [1], [1]]
 
 
+def freeze(rank: int) -> dict[str, bool]:
+    names = ("t_tw", "t_q", "t_dp")
+    ebc = build("argument", names)
+    ebc.embedding_bags["t_tw"].tt_cores.requires_grad_(False)
+    model = toy.shard(toy.ToyModel(ebc, toy.configs(names)), toy.generators(names, 2))
+    optimizer = toy.optimizer_of(model, lambda params: torch.optim.SGD(params, lr=0.05))
+    before = toy.whole_state(model)
+    toy.train_sharded(model, optimizer, [toy.make_batch(names, s, rank) for s in range(2)])
+    after = toy.whole_state(model)
+    return {key: torch.equal(after[key], before[key]) for key in after}
+
+
+def test_frozen_tables_stay_as_they_are(ranks: RankPool) -> None:
+    """A rank with nothing but a frozen table takes part in the backward pass of the others."""
+    for key, same in ranks.run(freeze)[0].items():
+        assert same == ("t_tw" in key)
+
+
+def marked_replicas(rank: int) -> None:
+    ebc = build("argument", ("t_dp",))
+    apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": 0.1})
+    with pytest.warns(UserWarning, match="is ignored for TT table 't_dp', which is data-parallel"):
+        toy.shard(toy.ToyModel(ebc, toy.configs(("t_dp",))), toy.generators(("t_dp",), 2))
+
+
+def test_optimizer_in_backward_of_replicas_is_ignored_aloud(ranks: RankPool) -> None:
+    ranks.run(marked_replicas)
+
+
 class TwoCollections(nn.Module):
     """Two collections with a table of the same name, TT in one and dense in the other."""
 

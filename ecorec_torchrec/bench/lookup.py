@@ -32,6 +32,7 @@ from ecorec_torchrec.bench.measure import (
     available_bytes,
     clock,
     git_sha,
+    keep_freed_memory,
     sgemm_peak_gflops,
     torch_threads,
 )
@@ -105,6 +106,10 @@ class LookupOptions:
 
     max_seconds: float = 60.0
     """Time per contender and cell: fewer repeats above it, none where 3 steps do not fit."""
+
+    keep_freed_memory: bool = True
+    """Have the C library keep freed memory, as the allocators used for training do; without it the
+    patterns with large intermediates pay for fresh pages in every step."""
 
     quick: bool = False
     """A small cell and 3 repeats, to see that everything runs."""
@@ -216,6 +221,8 @@ def run_lookup(options: LookupOptions) -> Iterator[CellResults]:
         raise ValueError(f"patterns: {', '.join(sorted(unknown))} is not one of {known}")
     if options.patterns:
         chosen = [c for c in chosen if c.pattern in options.patterns]
+    if options.keep_freed_memory:
+        keep_freed_memory()
     for cell in options.cells():
         truth = _Truth.of(cell)
         for threads in options.thread_counts():
@@ -319,7 +326,7 @@ def _measure_cell(
         for (result, step), count in zip(steps, repeats, strict=True):
             if turn < count:
                 result.runs.append(_timed_step(step, grad, device))
-    peaks.append(sgemm_peak_gflops(device))
+        peaks.append(sgemm_peak_gflops(device))
     return CellResults(cell, threads, max(peaks), results)
 
 

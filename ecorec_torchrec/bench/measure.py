@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 ZIPF_EXPONENT = 1.05
+# From malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def zipf_ids(
@@ -76,6 +78,20 @@ def torch_threads(num_threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def keep_freed_memory() -> None:
+    """From now on the C library keeps what is freed, for this process (glibc; else no effect).
+
+    As allocators for training do (PyTorch's on GPUs, jemalloc or tcmalloc on CPU hosts). Without it
+    every step of a pattern with large intermediates pays for fresh pages from the kernel.
+    """
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 class PeakMemory:

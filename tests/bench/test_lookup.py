@@ -26,7 +26,9 @@ ECO_REC, OURS = ("eco_rec", "torch"), ("grouped", "numba")
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[CellResults], Path]:
     path = tmp_path_factory.mktemp("bench") / "lookup.csv"
-    options = LookupOptions(quick=True, csv=str(path), id_orders=("hashed",))
+    options = LookupOptions(
+        quick=True, keep_freed_memory=False, csv=str(path), id_orders=("hashed",)
+    )
     return list(run_lookup(options)), path
 
 
@@ -90,7 +92,11 @@ def test_the_check_sees_a_wrong_gradient(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(EcoRec, "backward", forgetful)
     options = LookupOptions(
-        quick=True, csv=str(tmp_path / "x.csv"), patterns=("eco_rec",), id_orders=("frequency",)
+        quick=True,
+        keep_freed_memory=False,
+        csv=str(tmp_path / "x.csv"),
+        patterns=("eco_rec",),
+        id_orders=("frequency",),
     )
     [cell] = run_lookup(options)
     by_engine = {r.contender.engine: r.is_right for r in cell.results}
@@ -101,7 +107,12 @@ def test_what_does_not_fit_is_skipped_with_the_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "lookup.csv"
-    options = {"quick": True, "csv": str(path), "id_orders": ("hashed",)}
+    options = {
+        "quick": True,
+        "keep_freed_memory": False,
+        "csv": str(path),
+        "id_orders": ("hashed",),
+    }
     list(run_lookup(LookupOptions(max_seconds=1e-9, patterns=("tt_rec",), **options)))
     monkeypatch.setattr(lookup, "available_bytes", lambda device: 1_000_000)
     list(run_lookup(LookupOptions(patterns=("dense_sgd",), **options)))
@@ -136,7 +147,12 @@ def test_trace_file(tmp_path: Path) -> None:
     trace, path = tmp_path / "ids.txt", tmp_path / "lookup.csv"
     trace.write_text("\n".join(str(i * 37 % 500) for i in range(101)))
     options = LookupOptions(
-        quick=True, csv=str(path), trace=(str(trace),), patterns=("grouped",), bag_length=10
+        quick=True,
+        keep_freed_memory=False,
+        csv=str(path),
+        trace=(str(trace),),
+        patterns=("grouped",),
+        bag_length=10,
     )
     [cell] = run_lookup(options)
     assert (cell.cell.id_order, len(cell.cell.ids_L)) == ("trace:ids", 100)
@@ -150,11 +166,17 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sorted"):
         LookupOptions(id_orders=("sorted",))
     with pytest.raises(ValueError, match="patterns: x is not one of grouped"):
-        list(run_lookup(LookupOptions(quick=True, patterns=("x",))))
+        list(run_lookup(LookupOptions(quick=True, keep_freed_memory=False, patterns=("x",))))
     other = tmp_path / "other.csv"
     other.write_text("a,b\n")
     with pytest.raises(ValueError, match="other columns"):
-        list(run_lookup(LookupOptions(quick=True, csv=str(other), patterns=("dense_sgd",))))
+        list(
+            run_lookup(
+                LookupOptions(
+                    quick=True, keep_freed_memory=False, csv=str(other), patterns=("dense_sgd",)
+                )
+            )
+        )
 
 
 def test_zipf_ids() -> None:

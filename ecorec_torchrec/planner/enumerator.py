@@ -62,6 +62,17 @@ class PlannedTable:
     def fqn(self) -> str:
         return f"{self.path}.{self.name}"
 
+    def kernels(self, sharding_type: str, device: str) -> list[str]:
+        """Compute kernels of its sharder, the TT one among them if it shards TT tables."""
+        kernels = list(self.sharder.compute_kernels(sharding_type, device))
+        if self.can_be_tt and sharding_type in TT_SHARDING_TYPES:
+            kernels.append(TT_COMPUTE_KERNEL)
+        return kernels
+
+    @property
+    def can_be_tt(self) -> bool:
+        return bool(self.specs) and getattr(self.sharder, "shards_tt_tables", False)
+
 
 class EcoRecEnumerator(EmbeddingEnumerator):
     """TorchRec's `EmbeddingEnumerator`, and one option per TT shape and TT sharding type.
@@ -104,6 +115,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             use_exact_enumerate_order,
         )
         self._max_rank = max_rank
+        self._tt_names: set[str] = set()
         self._space: list[ShardingOption] = []
         self._space_of: tuple[nn.Module, list[ModuleSharder[nn.Module]]] | None = None
         self.kept: Mapping[str, TTSpec | None] | None = None
@@ -137,6 +149,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
         # Only what may be used is estimated, below: TorchRec's templates of TT options cannot be.
         estimators = self._estimators
         self._estimators = []
+        self._tt_names = {table.name for table in tables.values() if table.can_be_tt}
         try:
             stock = super().enumerate(module, sharders)
         finally:
@@ -151,6 +164,13 @@ class EcoRecEnumerator(EmbeddingEnumerator):
         options.sort(key=lambda option: (order[option.fqn], *_order_within_table(option)))
         self.populate_estimates(options)
         return options
+
+    def _filter_compute_kernels(
+        self, name: str, allowed_compute_kernels: list[str], sharding_type: str
+    ) -> list[str]:
+        if name in self._tt_names and sharding_type in TT_SHARDING_TYPES:
+            allowed_compute_kernels = [*allowed_compute_kernels, TT_COMPUTE_KERNEL]
+        return super()._filter_compute_kernels(name, allowed_compute_kernels, sharding_type)
 
     def tables(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
@@ -218,7 +238,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             (sharding_type, kernel)
             for sharding_type in offered
             if sharding_type in (constraint.sharding_types or offered)
-            for kernel in table.sharder.compute_kernels(sharding_type, device)
+            for kernel in table.kernels(sharding_type, device)
             if kernel in (constraint.compute_kernels or [kernel])
         ]
         limits = (
@@ -233,7 +253,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
                 )
             return
         sharder = type(table.sharder).__name__
-        if not any(TT_COMPUTE_KERNEL in table.sharder.compute_kernels(t, device) for t in offered):
+        if not table.can_be_tt:
             reason = f"{sharder} shards no TT tables: plan with get_ecorec_sharders()"
             if not can_be_dense:
                 raise _impossible(table.name, reason)
@@ -260,7 +280,7 @@ def _in_allowed_forms(
 ) -> list[ShardingOption]:
     """What one of TorchRec's options becomes: itself, one per TT shape, or nothing."""
     if stock.compute_kernel == TT_COMPUTE_KERNEL:
-        if stock.sharding_type not in TT_SHARDING_TYPES:
+        if not table.can_be_tt:  # another module's table of the same name can
             return []
         return [TTShardingOption.of(stock, spec, table.dtype) for spec in table.specs]
     spilled = stock.compute_kernel in HOST_KERNELS

@@ -13,12 +13,10 @@ from torchrec.distributed.types import (
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
-    ShardingType,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from ecorec_torchrec.modules import TTEmbeddingBagCollection
-from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
 
 from .dist_groups import NUM_DIST_GROUPS
 from .embedding_bag import ShardedTTEmbeddingBagCollection
@@ -58,6 +56,10 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         sharded = torchrec.distributed.shard.shard(ebc, plan, sharder=sharder)
     """
 
+    shards_tt_tables = True
+    """Asked by `EcoRecPlanner`. TT is not in `compute_kernels`, where TorchRec's planner, which has
+    no cost model for it, would fail on it."""
+
     def __init__(
         self,
         fused_params: dict[str, Any] | None = None,
@@ -92,13 +94,6 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """One N x D parameter per table, as planners expect; on the meta device for TT tables."""
         return TablesView(module).table_parameters()
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """TorchRec's, and the TT kernel for the sharding types that TT tables can have."""
-        kernels = super().compute_kernels(sharding_type, compute_device_type)
-        if sharding_type in (ShardingType.TABLE_WISE.value, ShardingType.DATA_PARALLEL.value):
-            kernels.append(TT_COMPUTE_KERNEL)
-        return kernels
 
     @property
     def module_type(self) -> type[EmbeddingBagCollection]:

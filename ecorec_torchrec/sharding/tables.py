@@ -55,6 +55,12 @@ def resolve_tt_tables(
                 f"table {config.name!r} is a TT table, but its plan entry has the compute kernel "
                 f"{entry.compute_kernel!r}: use tt_table_wise, tt_data_parallel or EcoRecPlanner"
             )
+        elif getattr(config, "tt", None) is not None:
+            warnings.warn(
+                f"table {config.name!r} has a TT shape, which is ignored: its plan entry has the "
+                f"compute kernel {entry.compute_kernel!r}. EcoRecPlanner and tt_table_wise plan TT",
+                stacklevel=2,
+            )
     return specs
 
 

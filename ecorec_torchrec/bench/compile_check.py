@@ -14,7 +14,7 @@ import os
 import random
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -150,16 +150,20 @@ def _jobs(options: CompileOptions) -> list[tuple[Launch, str]]:
         for target in targets:
             if options.sample is not None:
                 generator.shuffle(launches)
-                ones = {launch.kernel: launch for launch in reversed(launches)}
-                launches.sort(key=lambda launch, ones=ones: ones[launch.kernel] is not launch)
+                launches = _ones_first(launches)
             jobs += [(launch, target) for launch in launches[: options.sample]]
     return jobs
+
+
+def _ones_first(launches: list[Launch]) -> list[Launch]:
+    ones = {launch.kernel: launch for launch in reversed(launches)}
+    return sorted(launches, key=lambda launch: ones[launch.kernel] is not launch)
 
 
 # What the program launches
 
 
-def _launches(shapes: list[tuple[tuple[int, ...], int]], hip: str | None) -> list[Launch]:
+def _launches(shapes: Sequence[tuple[tuple[int, ...], int]], hip: str | None) -> list[Launch]:
     """All different launches over shapes, dtypes, arithmetics, poolings and numbers of parts.
 
     Args:
@@ -226,7 +230,10 @@ def _launch(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> Launch:
             assert isinstance(value, int)
             signature[parameter.name] = "i32"
     return Launch(
-        kernel, *(tuple(x.items()) for x in (signature, constants)), tuple(sorted(options.items()))
+        kernel,
+        signature=tuple(signature.items()),
+        constants=tuple(constants.items()),
+        options=tuple(sorted(options.items())),
     )
 
 

@@ -4,6 +4,9 @@ Legend: L lookups, F features, `digits_F` the numbers of `_table_numbers`. The k
 lookup per lane. Everything is sized by L, F*B and sum p2, so nothing waits for U and P.
 """
 
+# mypy: allow-untyped-defs
+# Arguments of kernels are pointers and device scalars: they have no Python type.
+
 from __future__ import annotations
 
 from functools import lru_cache

@@ -69,7 +69,9 @@ class LaunchConfig:
     """Sums of the pieces of a row of core 2: n of its (r2, q3) elements."""
 
     @classmethod
-    def choose(cls, col_factors: tuple[int, int, int], ranks: tuple[int, int], precision: str):
+    def choose(
+        cls, col_factors: tuple[int, int, int], ranks: tuple[int, int], precision: str
+    ) -> LaunchConfig:
         """The heuristic.
 
         Args:

@@ -9,6 +9,9 @@ own start: what else is in the batch, and where it is cut, moves no piece bounda
     row of core 0, 2      prefixes, rows; every piece has a slot `starts[s] // PIECE + s + i`
 """
 
+# mypy: allow-untyped-defs
+# Arguments of kernels are pointers and device scalars: they have no Python type.
+
 from __future__ import annotations
 
 import triton

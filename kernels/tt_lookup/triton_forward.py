@@ -7,6 +7,9 @@ prefix or row. Half-precision cores are widened when they are loaded; all sums a
 that change from part to part or batch to batch are not specialised: no recompilation for them.
 """
 
+# mypy: allow-untyped-defs
+# Arguments of kernels are pointers and device scalars: they have no Python type.
+
 from __future__ import annotations
 
 import triton

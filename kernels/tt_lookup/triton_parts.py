@@ -7,6 +7,9 @@ with grids for the largest part possible, and programs without work return at on
 Legend: L lookups, U unique rows, P prefixes (i1, i2), G rows of core 1.
 """
 
+# mypy: allow-untyped-defs
+# Arguments of kernels are pointers and device scalars: they have no Python type.
+
 from __future__ import annotations
 
 from collections.abc import Callable

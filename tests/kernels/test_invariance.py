@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ecorec_torchrec.kernels.tt_index import TableBatch
+from ecorec_torchrec.kernels.tt_lookup.products import bmm
 from torch import Tensor
 
 NUM_BAGS, NUM_IDS = 32, 700
@@ -148,6 +149,19 @@ def test_threads(make_case, dtype, num_cores):
     for num_threads in (2, 3):
         torch.set_num_threads(num_threads)
         assert_same_bits(results(case), single)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_product_does_not_depend_on_the_batch(num_threads):
+    """Sums of 512 terms, which a BLAS splits when it has more threads than matrices."""
+    left, right = torch.randn(9, 64, 512).double(), torch.randn(9, 32, 512).double().mT
+    torch.set_num_threads(1)
+    whole = bmm(left, right)
+    torch.set_num_threads(num_threads)
+    for items in (slice(0, 1), slice(1, 2), slice(3, 5), slice(0, 9)):
+        assert torch.equal(bmm(left[items], right[items]), whole[items])
+        out = torch.empty_like(whole[items])
+        assert torch.equal(bmm(left[items], right[items], out=out), whole[items])
 
 
 def test_threads_and_more_than_three_cores(lookup_case):

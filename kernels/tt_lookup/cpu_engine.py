@@ -223,14 +223,15 @@ def _core_gradients_(
     G3_T = _floats(len(call.cores[2]), q3 * r2)
     G3_T.reshape(-1, q3, r2)[:] = call.cores[2].reshape(-1, r2, q3).transpose(0, 2, 1)
     range_starts = np.empty((len(index.group_starts), 3), np.int64)
+    highest = np.empty((len(index.group_starts), 2), np.int64)
     num_ranges = kernels.independent_ranges(
-        index.group_starts, index.i1_P, index.i3_U, index.prefix_starts, range_starts
+        index.group_starts, index.i1_P, index.i3_U, index.prefix_starts, highest, range_starts
     )
     # The partial sums of a range cover the rows of G1 and G3 up to the next range.
     copy_bytes_R = np.diff(range_starts[: num_ranges + 1, 1:], axis=0) @ [q1 * r1, q3 * r2]
     copy_bytes_R *= kernels.NUM_COPIES * _FLOAT_BYTES
     fixed_bytes += factor_L.nbytes + (place_L.nbytes if place_L is not index.bag_L else 0)
-    fixed_bytes += G3_T.nbytes + 2 * range_starts.nbytes
+    fixed_bytes += G3_T.nbytes + range_starts.nbytes + highest.nbytes + copy_bytes_R.nbytes
     num_workers, max_copy_bytes = _divide_workspace(
         call.num_workers,
         layout[-1],

@@ -242,14 +242,14 @@ def _lowest_and_highest(values, low, high):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def independent_ranges(group_starts, i1_P, i3_U, prefix_starts, ranges):  # type: ignore[no-untyped-def]
+def independent_ranges(group_starts, i1_P, i3_U, prefix_starts, highest, ranges):  # type: ignore[no-untyped-def]
     """Cuts the prefixes where no row of G1 or G3 is used on both sides: at least between tables.
 
     Entry k of `ranges` (groups + 1, 3) becomes the first prefix, the first G1 row and the first G3
     row of range k; the entry past the last range is the end of all. Returns the number of ranges.
+    `highest` (groups, 2) is scratch.
     """
     num_groups = len(group_starts) - 1
-    highest = np.empty((num_groups, 2), np.int64)
     # From the back: the lowest rows of G1 and G3 from each group on.
     lowest_1 = lowest_3 = np.int64(2**62)
     for group in range(num_groups - 1, -1, -1):

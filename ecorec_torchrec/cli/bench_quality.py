@@ -17,7 +17,7 @@ from ecorec_torchrec.train.launch import process_group
 class QualityOptions:
     """Train dense, TT and control variants over seeds, and write their test AUC to a CSV file.
 
-    Learning rates are tuned on seed 0 and written beside it, to `<out>_learning_rates.csv`.
+    Learning rates are tuned on seed 0 and written beside it, to `<csv>_learning_rates.csv`.
     """
 
     config: str = "movielens_100k"
@@ -32,14 +32,14 @@ class QualityOptions:
     factors: tuple[float, ...] = (0.5, 1.0, 2.0)
     """Learning rates to try, as multiples of the configuration's."""
 
-    out: str = "docs/benchmarks/movielens_quality.csv"
-    """The CSV file."""
+    csv: str = "docs/benchmarks/movielens_quality.csv"
+    """The file for the results."""
 
     def __post_init__(self) -> None:
         if self.seeds < 1:
             raise ValueError(f"--seeds {self.seeds}: at least 1")
-        if Path(self.out).suffix != ".csv":
-            raise ValueError(f"--out {self.out}: the file must end in .csv")
+        if Path(self.csv).suffix != ".csv":
+            raise ValueError(f"--csv {self.csv}: the file must end in .csv")
 
 
 def run(arguments: list[str]) -> None:
@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> None:
     if unknown := set(names) - {variant.name for variant in variants}:
         known = ", ".join(variant.name for variant in VARIANTS)
         raise ValueError(f"--variants: {', '.join(sorted(unknown))} is not one of {known}")
-    out = Path(options.out)
+    out = Path(options.csv)
     with process_group("cpu") as cpu:
         bench = QualityBench(config, cpu, options.factors)
         bench.tune(variants)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from .cpu_jit import compiled
 from .cpu_threads import parallel_for
 from .plan import IndexPlan
 from .table_batch import TableBatch
@@ -180,7 +180,7 @@ def _radix_sort(
     return source
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _divide(x: Any, divisor: Any, inverse: Any) -> Any:
     """x // divisor for 0 <= x < 2^52. In float64, so that LLVM makes vectors of it."""
     quotient = np.int64(x * inverse)
@@ -188,7 +188,7 @@ def _divide(x: Any, divisor: Any, inverse: Any) -> Any:
     return quotient + np.int64(rest >= divisor) - np.int64(rest < 0)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _pack_keys(  # type: ignore[no-untyped-def]
     low, high, first_bag, indices_L, offsets, tables, occurrence_bits, packed_L, occurrence_bag_L,
     first_bad,
@@ -227,14 +227,14 @@ def _pack_keys(  # type: ignore[no-untyped-def]
         first_bag += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _count_digits(low, high, source, shift, counts) -> None:  # type: ignore[no-untyped-def]
     counts[:] = 0
     for i in range(low, high):
         counts[(source[i] >> shift) & (len(counts) - 1)] += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _starts_from_counts(counts) -> None:  # type: ignore[no-untyped-def]
     """(workers, digits) counts -> where each worker writes its first element of each digit."""
     total = 0
@@ -245,7 +245,7 @@ def _starts_from_counts(counts) -> None:  # type: ignore[no-untyped-def]
             total += count
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _move_by_digit(low, high, source, target, shift, starts) -> None:  # type: ignore[no-untyped-def]
     for i in range(low, high):
         digit = (source[i] >> shift) & (len(starts) - 1)
@@ -253,7 +253,7 @@ def _move_by_digit(low, high, source, target, shift, starts) -> None:  # type: i
         starts[digit] += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _find_rows(  # type: ignore[no-untyped-def]
     packed_L, occurrence_bits, tables, row_starts, i3_U, prefix_starts, i1_P, i2_P, group_starts,
     counts,
@@ -296,7 +296,7 @@ def _find_rows(  # type: ignore[no-untyped-def]
     counts[0], counts[1] = num_rows, num_prefixes
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _order_bags(  # type: ignore[no-untyped-def]
     packed_L, occurrence_bits, occurrence_bag_L, next_of_bag, order_L, bag_L, pooled_row_L,
     pooled_occurrence_L,

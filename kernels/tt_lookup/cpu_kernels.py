@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from numba import njit
+from ecorec_torchrec.kernels.tt_index.cpu_jit import compiled
 
 from .cpu_simd import gather_sum, matmul, transpose
 
@@ -64,12 +64,12 @@ def _layout(*sizes: int) -> Layout:
     return tuple(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _address(array: Any, element: Any) -> Any:
     return np.int64(array.ctypes.data) + np.int64(4) * np.int64(element)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _compute_block(shape, G1, G2, i1_P, group, low, high, scratch, stacked, block) -> None:  # type: ignore[no-untyped-def]
     """Stacks the G1 rows of prefixes low..high; block = stacked @ G2[group]."""
     q1, q2, _, r1, r2 = shape
@@ -86,7 +86,7 @@ def _compute_block(shape, G1, G2, i1_P, group, low, high, scratch, stacked, bloc
     )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def compute_rows(  # type: ignore[no-untyped-def]
     shape, G1, G2, G3, i1_P, i2_P, i3_U, prefix_starts, block_size, layout, scratches, rows,
     row_low, low, high, worker,
@@ -117,7 +117,7 @@ def compute_rows(  # type: ignore[no-untyped-def]
         start = end
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _end_of_part(pooled_row_L, begin, end, row_high):  # type: ignore[no-untyped-def]
     """The first entry of begin..end (ascending rows) whose row is not below `row_high`."""
     if begin < end and pooled_row_L[end - 1] < row_high:
@@ -127,7 +127,7 @@ def _end_of_part(pooled_row_L, begin, end, row_high):  # type: ignore[no-untyped
     return np.int64(begin)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def pool_rows(  # type: ignore[no-untyped-def]
     shape, rows, row_low, row_high, is_last, pooled_row_L, pooled_weights_L, offsets, next_of_bag,
     num_features, mean, scratches, out, low, high, worker,
@@ -174,14 +174,14 @@ def pool_rows(  # type: ignore[no-untyped-def]
         transpose(_address(out, place * D), q3, _address(scratch, 0), M, q3, M)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def take(values, index, out) -> None:  # type: ignore[no-untyped-def]
     """out = values[index], if there are values."""
     for i in range(len(out)):
         out[i] = values[index[i]]
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+@compiled(fastmath={"reassoc", "contract"})
 def _dot(x, y):  # type: ignore[no-untyped-def]
     total = np.float32(0)
     for k in range(len(x)):
@@ -189,7 +189,7 @@ def _dot(x, y):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def weight_gradients(  # type: ignore[no-untyped-def]
     shape, rows, row_low, row_high, pooled_row_L, pooled_occurrence_L, offsets, next_of_bag,
     num_features, mean, scratches, grad, weights_grad_L, low, high, worker,
@@ -214,7 +214,7 @@ def weight_gradients(  # type: ignore[no-untyped-def]
             weights_grad_L[pooled_occurrence_L[entry]] = dot / length
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def sorted_lookups(  # type: ignore[no-untyped-def]
     bag_L, order_L, offsets, weights_L, num_features, mean, place_L, factor_L
 ) -> None:
@@ -233,7 +233,7 @@ def sorted_lookups(  # type: ignore[no-untyped-def]
         factor_L[i] = factor
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _lowest_and_highest(values, low, high):  # type: ignore[no-untyped-def]
     lowest = highest = values[low]
     for i in range(low + 1, high):
@@ -241,7 +241,7 @@ def _lowest_and_highest(values, low, high):  # type: ignore[no-untyped-def]
     return np.int64(lowest), np.int64(highest)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def independent_ranges(group_starts, i1_P, i3_U, prefix_starts, highest, ranges):  # type: ignore[no-untyped-def]
     """Cuts the prefixes where no row of G1 or G3 is used on both sides: at least between tables.
 
@@ -278,7 +278,7 @@ def independent_ranges(group_starts, i1_P, i3_U, prefix_starts, highest, ranges)
     return count
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def core_gradients(  # type: ignore[no-untyped-def]
     shape, G1, G2, G3_T, i1_P, i2_P, i3_U, prefix_starts, group_starts, row_starts, place_L,
     factor_L, grad, block_size, layout, scratches, ranges, dG2, dG1_copies, dG3_copies, num_tasks,
@@ -317,7 +317,7 @@ def core_gradients(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _group_gradients(  # type: ignore[no-untyped-def]
     group, shape, G1, G2, G3_T, i1_P, i3_U, prefix_starts, low, high, row_starts, place_L,
     factor_L, grad, block_size, layout, scratch, dG2, dG1, dG3, first_1, first_3,
@@ -358,7 +358,7 @@ def _group_gradients(  # type: ignore[no-untyped-def]
                 dG1_row[k] += scratch[place + k]
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _prefix_gradients(  # type: ignore[no-untyped-def]
     prefix, shape, G3_T, i3_U, prefix_starts, row_starts, place_L, factor_L, grad, layout, scratch,
     prefix_place, grad_place, dG3, first_3,
@@ -393,7 +393,7 @@ def _prefix_gradients(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def sum_copies(copies, height, width, total, low, high, worker) -> None:  # type: ignore[no-untyped-def]
     """total[low:high] = the sum over the copies, each row (height, width) transposed."""
     for row in range(low, high):

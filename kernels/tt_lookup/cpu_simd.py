@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import llvmlite.binding
+from ecorec_torchrec.kernels.tt_index.cpu_jit import compiled
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
@@ -280,7 +281,7 @@ _tail_8, _tail_4, _tail_2, _tail_1 = (_matmul_tile(rows, 1, masked=True) for row
 _TALL = 16 if _WIDE else 12
 
 
-@njit(_signature(11), cache=True, nogil=True)
+@compiled(_signature(11))
 def matmul(c, c_row, a, a_row, a_k, b, b_row, rows, columns, k, accumulate):  # type: ignore[no-untyped-def]
     """C (+)= A B, with C (rows, columns) and B (k, columns) contiguous along their rows.
 
@@ -364,7 +365,7 @@ _weighted_sum_4, _weighted_sum_1, _weighted_sum_tail = (
 )
 
 
-@njit(_signature(9), cache=True, nogil=True)
+@compiled(_signature(9))
 def gather_sum(out, table, table_row, columns, index, weights, count, ahead, accumulate):  # type: ignore[no-untyped-def]
     """out[:columns] (+)= sum over l < count of weights[l] * table[index[l]].
 
@@ -400,7 +401,7 @@ _transpose_16, _transpose_4 = _transpose_tile(16), _transpose_tile(4)
 _copy = _copy_tile()
 
 
-@njit(_signature(6), cache=True, nogil=True)
+@compiled(_signature(6))
 def transpose(target, target_row, source, source_row, rows, columns):  # type: ignore[no-untyped-def]
     """target[j, i] = source[i, j] for i < rows, j < columns; addresses and element strides."""
     source_row, target_row = 4 * source_row, 4 * target_row

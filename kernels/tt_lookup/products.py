@@ -21,10 +21,16 @@ def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     batch = a.shape[0]
     missing = _num_threads() - batch if a.device.type == "cpu" and batch else 0
     if missing > 0:
-        a, b = (torch.cat([x, x[:1].expand(missing, -1, -1)]) for x in (a, b))
-        product = torch.bmm(a, b)[:batch]
+        product = torch.bmm(_fill_up(a, missing), _fill_up(b, missing))[:batch]
         return product if out is None else out.copy_(product)
     return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+
+
+def _fill_up(x: Tensor, missing: int) -> Tensor:
+    """`missing` more matrices. A transposed operand stays one: BLAS has other code for it."""
+    if x.stride(2) != 1 and x.stride(1) == 1:
+        return _fill_up(x.mT, missing).mT
+    return torch.cat([x, x[:1].expand(missing, -1, -1)])
 
 
 @torch.compiler.assume_constant_result

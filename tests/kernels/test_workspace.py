@@ -9,6 +9,7 @@ BATCH = TableBatch(
     ("t", "s"), (30_000, 9_000), ((30, 25, 40), (20, 15, 30)), (4, 2, 4), (16, 8),
     ("f", "g"), (0, 1),
 )  # fmt: skip
+NUM_LOOKUPS = 10_000
 
 
 def peak_bytes(call) -> int:
@@ -34,21 +35,20 @@ def plan_of():
     return plan_of
 
 
-@pytest.mark.parametrize("skew", [1, 3])
-@pytest.mark.parametrize("num_bags", [200, 4000])
+@pytest.mark.parametrize(("skew", "num_bags"), [(1, 2000), (3, 100)])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_grouped_form_in_pytorch_keeps_within_its_workspace(
     plan_of, skew, num_bags, weighted, dtype
 ):
-    plan = plan_of(20_000, num_bags, skew)
+    plan = plan_of(NUM_LOOKUPS, num_bags, skew)
     cores = [torch.randn(shape).to(dtype) for shape in BATCH.core_shapes]
     sums_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    weights = torch.rand(20_000, dtype=sums_dtype) if weighted else None
+    weights = torch.rand(NUM_LOOKUPS, dtype=sums_dtype) if weighted else None
     grad = torch.randn(num_bags, 64).to(dtype)
     weights_bytes = 0 if weights is None else weights.nbytes
     grads_bytes = sum(core.nbytes for core in cores) + weights_bytes
-    for workspace_bytes in (5 * 2**20, 20 * 2**20, 500 * 2**20):
+    for workspace_bytes in (4 * 2**20, 16 * 2**20, 500 * 2**20):
         # fmt: off
         used = peak_bytes(lambda limit=workspace_bytes: torch_grouped.forward(
             plan, cores, weights, 2, True, dtype, limit))
@@ -61,9 +61,9 @@ def test_grouped_form_in_pytorch_keeps_within_its_workspace(
 
 def test_small_workspaces_are_used(plan_of):
     """The bound is no mere upper limit: less workspace is less memory."""
-    plan = plan_of(20_000, 4000, 1)
+    plan = plan_of(NUM_LOOKUPS, 2000, 1)
     cores = [torch.randn(shape) for shape in BATCH.core_shapes]
-    grad = torch.randn(4000, 64)
+    grad = torch.randn(2000, 64)
 
     def used(workspace_bytes: int) -> int:
         return peak_bytes(
@@ -72,7 +72,7 @@ def test_small_workspaces_are_used(plan_of):
             )
         )
 
-    assert used(4 * 2**20) < 0.3 * used(500 * 2**20)
+    assert used(2 * 2**20) < 0.3 * used(500 * 2**20)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

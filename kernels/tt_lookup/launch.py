@@ -124,7 +124,7 @@ def _fit(size: int, limit: int) -> int:
 
 
 def _blocks(m: int, n: int, k: int) -> Blocks:
-    warps = 1 if m * n <= 512 else 2 if m * n <= 1024 else 4 if m * n <= 8192 else 8
+    warps = 1 if m * n <= 512 else 4 if m * n <= 8192 else 8
     return Blocks(m, n, k, num_warps=warps)
 
 

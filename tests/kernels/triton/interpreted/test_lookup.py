@@ -11,6 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 from ecorec_torchrec.kernels.tt_index import TableBatch
+from ecorec_torchrec.kernels.tt_lookup import triton_engine
+from ecorec_torchrec.kernels.tt_lookup.triton_parts import choose_cut
 
 RELATIVE_ERROR = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 ODD_SIZES = [1, 3, 127, 129]
@@ -125,11 +127,17 @@ def test_no_lookups(lookup_case, num_bags):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_parts_change_no_bit(lookup_case, dtype):
+def test_parts_change_no_bit(lookup_case, dtype, monkeypatch):
     """Under a small workspace limit the batch is cut; a bag's sum and all gradients stay equal."""
+    cuts = []
+    monkeypatch.setattr(
+        triton_engine, "choose_cut", lambda *args: cuts.append(choose_cut(*args)) or cuts[-1]
+    )
     case = weighted(make_case(lookup_case, 70, (32, 2, 2), 5, 6, dtype=dtype))
     whole = case.run(backend="triton")
+    assert {cut.num_parts for cut in cuts} == {1}
     cut = case.run(backend="triton", workspace_bytes=smallest_workspace(case))
+    assert all(cut.num_parts >= 3 for cut in cuts[-2:])
     assert torch.equal(whole[0], cut[0])
     assert all(map(torch.equal, whole[1], cut[1]))
     assert whole[2] is None or torch.equal(whole[2], cut[2])

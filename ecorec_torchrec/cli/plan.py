@@ -21,13 +21,17 @@ class PlanOptions(TrainConfig):
 
 def run(arguments: list[str]) -> None:
     options = parse_options(PlanOptions, arguments, command="plan")
+    import torch
+
     from ecorec_torchrec.plan import save_plan
     from ecorec_torchrec.train.data import load_dataset
     from ecorec_torchrec.train.model import DENSE, TT
     from ecorec_torchrec.train.placement import make_topology, plan_model
 
     schema = load_dataset(options.data, options.seed).schema
-    device_type = "cuda" if options.train.device == "cuda" else "cpu"
+    device_type = options.train.device
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
     topology = make_topology(options, device_type, options.nproc)
     variant = TT if options.tt.tables else DENSE
     planned = plan_model(options, schema, variant, topology)

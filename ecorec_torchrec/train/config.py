@@ -235,6 +235,10 @@ class OptimConfig:
     dense: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The MLPs."""
 
+    def __post_init__(self) -> None:
+        rule = "is no fused optimizer of TorchRec: use adam, or one of the others"
+        _require(self.embedding.name != "adamw", "optim.embedding.name", "adamw", rule)
+
 
 @dataclass(kw_only=True, slots=True)
 class PlanConfig:

@@ -33,7 +33,10 @@ def launch(config: TrainConfig) -> None:
         RunFailedError: a rank failed (where this call started several); the others have been ended.
         ValueError, FloatingPointError: (with one process, or under torchrun) as of `run`.
     """
-    if "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ or config.nproc == 1:
+    is_under_torchrun = "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
+    if is_under_torchrun and config.nproc not in (1, int(os.environ["LOCAL_WORLD_SIZE"])):
+        warnings.warn(f"nproc={config.nproc} is ignored under torchrun", stacklevel=2)
+    if is_under_torchrun or config.nproc == 1:
         run_rank(config)
     else:
         _launch_processes(config)
@@ -42,7 +45,6 @@ def launch(config: TrainConfig) -> None:
 def run_rank(config: TrainConfig) -> dict[str, Any]:
     """The run on this rank, whose place in the world is in torchrun's environment variables."""
     _limit_threads(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    _quiet_libraries()
     from ecorec_torchrec.train.run import run
 
     with process_group(config.train.device) as device:

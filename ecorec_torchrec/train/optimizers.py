@@ -19,9 +19,10 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from ecorec_torchrec.lookup import GroupKeyedOptimizer
 from ecorec_torchrec.train.config import OptimConfig, OptimizerConfig
 from ecorec_torchrec.tt import TTSpec
 
@@ -69,11 +70,8 @@ def build_optimizer(
         parameters[group][name] = parameter
     optimizers = [model.fused_optimizer]
     for group, named_parameters in parameters.items():
-        optimizer = KeyedOptimizerWrapper(
-            named_parameters, partial(_make_optimizer, getattr(config, group))
-        )
-        optimizer.init_state()  # so that a checkpoint can be loaded before the first step
-        optimizers.append(optimizer)
+        factory = partial(_make_optimizer, getattr(config, group))
+        optimizers.append(GroupKeyedOptimizer(named_parameters, factory))
     return CombinedOptimizer(optimizers)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ecorec_torchrec.train.config import OptimizerConfig, TrainConfig
-from ecorec_torchrec.train.config_file import dump_config
+from ecorec_torchrec.train.config_file import dump_config, load_config
 from ecorec_torchrec.train.data import Dataset, load_dataset
 from ecorec_torchrec.train.metrics import Quality
 from ecorec_torchrec.train.model import DENSE, TT, Variant
@@ -42,6 +43,8 @@ def run(config: TrainConfig, device: torch.device) -> dict[str, Any]:
     is_first = dist.get_rank() == 0
     if is_first:
         prepare_run_folder(folder, resume=config.resume)
+        if config.resume:
+            _check_same_run(load_config(str(folder / "config.yaml"), TrainConfig), config)
         write_text(folder / "config.yaml", dump_config(config))
     dataset = load_dataset(config.data, config.seed)
     if is_first:
@@ -60,6 +63,14 @@ def run(config: TrainConfig, device: torch.device) -> dict[str, Any]:
             _draw(results, folder)
     dist.barrier()
     return summary
+
+
+def _check_same_run(before: TrainConfig, now: TrainConfig) -> None:
+    """Refuses to go on with other data, tables or batches than the run began with."""
+    for option in ("seed", "data", "model", "tt", "train.batch_size"):
+        old, new = (attrgetter(option)(config) for config in (before, now))
+        if old != new:
+            raise ValueError(f"resume=True: {option} was {old}, and is now {new}")
 
 
 def summarise(config: TrainConfig, dataset: Dataset, results: list[TrainResult]) -> dict[str, Any]:

@@ -118,7 +118,8 @@ class Trainer:
         while progress.epoch < self._config.train.epochs and not self._is_out_of_steps():
             self._train_epoch()
             self._evaluate_epoch()
-            progress.epoch, progress.batches = progress.epoch + 1, 0
+            if not self._is_out_of_steps() or self._is_epoch_complete():
+                progress.epoch, progress.batches = progress.epoch + 1, 0
             self._checkpoints.save(self.model, self.optimizer, progress)
         if self._metrics is not None:
             self._metrics.close()
@@ -152,6 +153,11 @@ class Trainer:
     def _is_out_of_steps(self) -> bool:
         limit = self._config.train.max_steps
         return limit is not None and self._progress.steps >= limit
+
+    def _is_epoch_complete(self) -> bool:
+        """False also where the number of batches is not known: the rest may turn out empty."""
+        total = self._dataset.num_batches("train", self._config.train.batch_size)
+        return self._progress.batches == total
 
     def _batches(self, split: Split, epoch: int = 0, start_batch: int = 0) -> Iterator[RankBatch]:
         batches = self._dataset.batches(

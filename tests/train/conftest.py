@@ -1,12 +1,23 @@
 """Configurations and data for the tests of the trainer."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from ecorec_torchrec.train.config import TrainConfig
 from ecorec_torchrec.train.config_file import load_config
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny operations only lose by more threads, and by much on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -155,6 +155,11 @@ def test_synthetic_ids_are_popular_as_asked_and_labels_follow_the_planted_model(
     assert signal > 0.3, "the first dense feature carries signal"
 
 
+def test_options_of_another_data_set_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="data.path is ignored: data.name is synthetic"):
+        load_dataset(DataConfig(name="synthetic", path="folder"), seed=0)
+
+
 def test_a_table_that_the_data_set_lacks_is_named() -> None:
     config = DataConfig(name="synthetic", num_embeddings={"sparse_9": 10})
     with pytest.raises(

@@ -114,6 +114,37 @@ def test_a_resumed_run_equals_an_unbroken_one(tiny_config: TrainConfig, steps_do
         assert resumed[figure] == unbroken[figure]
 
 
+def test_a_run_that_was_cut_short_goes_on_inside_its_epoch(tiny_config: TrainConfig) -> None:
+    tiny_config.train = replace(tiny_config.train, log_every_steps=1)
+    run_alone(tiny_config)
+    losses = read_losses(tiny_config)
+    short = replace(tiny_config, name="short", train=replace(tiny_config.train, max_steps=11))
+    run_alone(short)
+    assert read_losses(short) == losses[:11]
+    run_alone(replace(tiny_config, name="short", resume=True))
+    assert read_losses(short) == losses
+
+
+def test_resuming_with_other_data_is_an_error(tiny_config: TrainConfig) -> None:
+    run_alone(tiny_config)
+    other = replace(tiny_config, resume=True, seed=1)
+    with pytest.raises(ValueError, match="resume=True: seed was 0, and is now 1"):
+        run_alone(other)
+
+
+def test_tensorboard_events(tiny_config: TrainConfig) -> None:
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tiny_config.output.tensorboard = True
+    summary = run_alone(tiny_config)
+    folder = Path(tiny_config.output.folder) / "tiny" / "tensorboard"
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert events.Scalars("test/auc")[-1].value == pytest.approx(summary["auc_tt"])
+    assert {"train/loss", "train/samples_per_second", "val/ne"} <= set(events.Tags()["scalars"])
+
+
 def test_resuming_nothing_is_an_error(tiny_config: TrainConfig) -> None:
     with pytest.raises(ValueError, match="there is no run in .*tiny"):
         run_alone(replace(tiny_config, resume=True))

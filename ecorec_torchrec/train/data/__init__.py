@@ -4,7 +4,9 @@ They stand in for TorchRec's `InMemoryBinaryCriteoIterDataPipe` and random data 
 batches that are `torchrec.datasets.utils.Batch`.
 """
 
-from ecorec_torchrec.train.config import DataConfig
+import warnings
+
+from ecorec_torchrec.train.config import CriteoConfig, DataConfig, SyntheticConfig
 from ecorec_torchrec.train.data.batch import RankBatch, Schema, SparseFeature, fold_ids
 from ecorec_torchrec.train.data.dataset import SPLITS, Dataset, InMemoryDataset, Split
 
@@ -28,6 +30,7 @@ def load_dataset(config: DataConfig, seed: int) -> Dataset:
         ValueError: its files are not there or not readable, or `num_embeddings` names a feature
             that the data set does not have.
     """
+    _warn_of_ignored_options(config)
     dataset: Dataset
     if config.name == "movielens-100k":
         from ecorec_torchrec.train.data.movielens import movielens_100k
@@ -49,3 +52,14 @@ def load_dataset(config: DataConfig, seed: int) -> Dataset:
                 f"it has {', '.join(names)}"
             )
     return dataset
+
+
+def _warn_of_ignored_options(config: DataConfig) -> None:
+    ignored = {
+        "data.path": config.path is not None and config.name == "synthetic",
+        "data.criteo": config.criteo != CriteoConfig() and config.name != "criteo",
+        "data.synthetic": config.synthetic != SyntheticConfig() and config.name != "synthetic",
+    }
+    for option, is_ignored in ignored.items():
+        if is_ignored:
+            warnings.warn(f"{option} is ignored: data.name is {config.name}", stacklevel=3)

@@ -3,6 +3,6 @@
 Replaces `torchrec.distributed.test_utils.multi_process`, which spawns processes anew per test.
 """
 
-from .ranks import RankPool, free_port
+from .ranks import RankPool
 
-__all__ = ["RankPool", "free_port"]
+__all__ = ["RankPool"]

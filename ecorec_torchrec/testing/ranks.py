@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import traceback
@@ -68,12 +67,14 @@ class RankPool:
         failures: dict[int, str] = {}
         pending = {self._workers[rank][1]: rank for rank in range(world_size)}
         while pending and not failures:
-            for connection in multiprocessing.connection.wait(list(pending)):
-                rank = pending.pop(connection)  # type: ignore[arg-type]
+            ready = multiprocessing.connection.wait(list(pending))
+            for connection in [connection for connection in pending if connection in ready]:
+                rank = pending.pop(connection)
                 try:
-                    ok, payload = connection.recv()  # type: ignore[union-attr]
+                    ok, payload = connection.recv()
                 except EOFError:
-                    ok, payload = False, f"the process died, exit code {self._exit_code(rank)}"
+                    failures[rank] = f"the process died, exit code {self._exit_code(rank)}"
+                    continue
                 if ok:
                     results[rank] = cloudpickle.loads(payload)
                 else:
@@ -103,12 +104,6 @@ class RankPool:
         self.close()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _start_worker() -> tuple[BaseProcess, Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -128,14 +123,18 @@ def _worker(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            result = _run_rank(rank, world_size, store_path, task)
+            _join(rank, world_size, store_path)
+            fn, args = cloudpickle.loads(task)
+            result = cloudpickle.dumps(fn(rank, *args))
+            _leave()
         except BaseException:
+            # Told before the group is left, which makes the other ranks fail for want of this one.
             connection.send((False, traceback.format_exc()))
-        else:
-            connection.send((True, result))
+            return  # the pool replaces its processes after a failure
+        connection.send((True, result))
 
 
-def _run_rank(rank: int, world_size: int, store_path: str, task: bytes) -> bytes:
+def _join(rank: int, world_size: int, store_path: str) -> None:
     import torch.distributed as dist
 
     environment = {"RANK": rank, "WORLD_SIZE": world_size}
@@ -148,16 +147,13 @@ def _run_rank(rank: int, world_size: int, store_path: str, task: bytes) -> bytes
         world_size=world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
-    try:
-        fn, args = cloudpickle.loads(task)
-        return cloudpickle.dumps(fn(rank, *args))
-    finally:
-        dist.destroy_process_group()
-        _forget_torchrec_world()
 
 
-def _forget_torchrec_world() -> None:
-    """TorchRec broadcasts a flag once per process: beside a kept rank, a new one waits for ever."""
+def _leave() -> None:
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    # TorchRec broadcasts a flag once per process: beside a kept rank, a new one waits for ever.
     collective_utils = sys.modules.get("torchrec.distributed.collective_utils")
     if collective_utils is not None:
         collective_utils._INITIALIZED = False  # type: ignore[attr-defined]

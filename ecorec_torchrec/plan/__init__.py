@@ -4,11 +4,20 @@ The entries extend TorchRec's `ParameterSharding`; the files hold a whole `Shard
 TorchRec has no format.
 """
 
-from .entries import TT_COMPUTE_KERNEL, TTParameterSharding, tt_data_parallel, tt_table_wise
+from .entries import (
+    TT_COMPUTE_KERNEL,
+    TT_SHARDING_TYPES,
+    WHY_TT_IS_NOT_CUT,
+    TTParameterSharding,
+    tt_data_parallel,
+    tt_table_wise,
+)
 from .files import RecordedPlan, load_plan, save_plan
 
 __all__ = [
     "TT_COMPUTE_KERNEL",
+    "TT_SHARDING_TYPES",
+    "WHY_TT_IS_NOT_CUT",
     "RecordedPlan",
     "TTParameterSharding",
     "load_plan",

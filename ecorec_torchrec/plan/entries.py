@@ -12,11 +12,16 @@ from torchrec.distributed.sharding_plan import (
     data_parallel,
     table_wise,
 )
-from torchrec.distributed.types import ModuleSharder, ParameterSharding
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingType
 
 from ecorec_torchrec.tt import TTSpec
 
 TT_COMPUTE_KERNEL = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
+TT_SHARDING_TYPES = (ShardingType.TABLE_WISE.value, ShardingType.DATA_PARALLEL.value)
+WHY_TT_IS_NOT_CUT = (
+    "a TT table is table_wise or data_parallel: cutting it by rows or columns would slice one core "
+    "and replicate the others, whose gradients row- and column-wise sharding do not add up"
+)
 
 
 @dataclass
@@ -66,19 +71,7 @@ def tt_table_wise(
         )
     """
     stock = table_wise(rank, device=device, compute_kernel=TT_COMPUTE_KERNEL)
-
-    def generator(
-        param: nn.Parameter,
-        local_size: int,
-        world_size: int,
-        device_type: str,
-        sharder: ModuleSharder[nn.Module],
-    ) -> ParameterSharding:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"tt_table_wise: rank={rank} is not within 0..{world_size - 1}")
-        return _as_tt(param, stock(param, local_size, world_size, device_type, sharder), tt)
-
-    return generator
+    return _tt_generator(stock, tt, owner=rank)
 
 
 def tt_data_parallel(*, tt: TTSpec | None = None) -> ParameterShardingGenerator:
@@ -97,7 +90,13 @@ def tt_data_parallel(*, tt: TTSpec | None = None) -> ParameterShardingGenerator:
 
         plan = construct_module_sharding_plan(ebc, {"users": tt_data_parallel(tt=spec)})
     """
-    stock = data_parallel()
+    return _tt_generator(data_parallel(), tt)
+
+
+def _tt_generator(
+    stock: ParameterShardingGenerator, tt: TTSpec | None, owner: int = 0
+) -> ParameterShardingGenerator:
+    """`stock`, whose entries become those of a TT table."""
 
     def generator(
         param: nn.Parameter,
@@ -106,15 +105,14 @@ def tt_data_parallel(*, tt: TTSpec | None = None) -> ParameterShardingGenerator:
         device_type: str,
         sharder: ModuleSharder[nn.Module],
     ) -> ParameterSharding:
-        return _as_tt(param, stock(param, local_size, world_size, device_type, sharder), tt)
+        if not 0 <= owner < world_size:
+            raise ValueError(f"tt_table_wise: rank={owner} is not within 0..{world_size - 1}")
+        if tt is not None and tuple(param.shape) != (tt.num_embeddings, tt.embedding_dim):
+            raise ValueError(
+                f"the TT shape is of {tt.num_embeddings} rows x {tt.embedding_dim} columns, "
+                f"the table is of {param.shape[0]} x {param.shape[1]}"
+            )
+        entry = stock(param, local_size, world_size, device_type, sharder)
+        return TTParameterSharding(**{**vars(entry), "compute_kernel": TT_COMPUTE_KERNEL}, tt=tt)
 
     return generator
-
-
-def _as_tt(param: nn.Parameter, entry: ParameterSharding, tt: TTSpec | None) -> TTParameterSharding:
-    if tt is not None and tuple(param.shape) != (tt.num_embeddings, tt.embedding_dim):
-        raise ValueError(
-            f"the TT shape is of {tt.num_embeddings} rows x {tt.embedding_dim} columns, "
-            f"the table is of {param.shape[0]} x {param.shape[1]}"
-        )
-    return TTParameterSharding(**(vars(entry) | {"compute_kernel": TT_COMPUTE_KERNEL, "tt": tt}))

@@ -25,7 +25,12 @@ from torchrec.modules.embedding_configs import DataType
 
 from ecorec_torchrec.tt import TTSpec
 
-from .entries import TT_COMPUTE_KERNEL, TTParameterSharding
+from .entries import (
+    TT_COMPUTE_KERNEL,
+    TT_SHARDING_TYPES,
+    WHY_TT_IS_NOT_CUT,
+    TTParameterSharding,
+)
 from .tables import ModelTable
 from .yaml_text import Section
 
@@ -45,11 +50,6 @@ ENTRY_KEYS = (
     "cache_params",
 )
 TT_KERNEL = "tt"
-TT_SHARDING_TYPES = (ShardingType.TABLE_WISE.value, ShardingType.DATA_PARALLEL.value)
-WHY_TT_IS_NOT_CUT = (
-    "a TT table is table_wise or data_parallel: cutting it by rows or columns would slice one core "
-    "and replicate the others, whose gradients row- and column-wise sharding do not add up"
-)
 _KERNELS = {k.value: k.value for k in EmbeddingComputeKernel if k.value != TT_COMPUTE_KERNEL} | {
     TT_KERNEL: TT_COMPUTE_KERNEL
 }

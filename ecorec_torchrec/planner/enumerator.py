@@ -23,8 +23,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
-from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
-from ecorec_torchrec.plan.file_entries import TT_SHARDING_TYPES, WHY_TT_IS_NOT_CUT
+from ecorec_torchrec.plan import TT_COMPUTE_KERNEL, TT_SHARDING_TYPES, WHY_TT_IS_NOT_CUT
 from ecorec_torchrec.plan.tables import core_specs, module_dtypes, module_specs
 from ecorec_torchrec.tt import TTSpec
 

@@ -20,7 +20,9 @@ from .plan import IndexPlan
 from .table_batch import TableBatch
 
 _MAX_DIGIT_BITS = 11
-_MIN_LOOKUPS_PER_WORKER = 16_384
+# Below, waking threads takes longer than the work; the last pass is the longest.
+_MIN_LOOKUPS_PER_WORKER = 65_536
+_MIN_LOOKUPS_OF_LAST_PASS = 16_384
 _MAX_PACKED_BITS = 63
 # `_divide` works in float64.
 _MAX_KEY_BITS = 52
@@ -52,7 +54,8 @@ def build_plan(indices_L: Tensor, offsets: Tensor, batch: TableBatch) -> tuple[I
             f"the tables have {tables.row_offsets[-1]} rows together (padding included), the limit "
             f"is 2^{min(_MAX_KEY_BITS, _MAX_PACKED_BITS - occurrence_bits)} for {num_lookups} ids"
         )
-    num_workers = max(1, min(torch.get_num_threads(), num_lookups // _MIN_LOOKUPS_PER_WORKER))
+    num_threads = torch.get_num_threads()
+    num_workers = max(1, min(num_threads, num_lookups // _MIN_LOOKUPS_PER_WORKER))
     plan = _empty_plan(num_lookups, offsets.shape[0] - 1, int(tables.core_offsets[1, -1]))
     plan.offsets.copy_(offsets)
 
@@ -92,7 +95,7 @@ def build_plan(indices_L: Tensor, offsets: Tensor, batch: TableBatch) -> tuple[I
                 index.prefix_starts, index.i1_P, index.i2_P, index.group_starts, index.counts,
             )  # fmt: skip
 
-    parallel_for(fill, 2, num_workers)
+    parallel_for(fill, 2, num_threads if num_lookups >= _MIN_LOOKUPS_OF_LAST_PASS else 1)
     return plan, -1 if first_bad.min() == num_lookups else int(first_bad.min())
 
 

@@ -29,6 +29,7 @@ _DEFAULT_ROWS_BYTES = 64 * 2**20
 _DEFAULT_COPIES_BYTES = 32 * 2**20
 _MIN_LOOKUPS_PER_WORKER = 2048
 _TASKS_PER_WORKER = 4
+_MIN_ELEMENTS_TO_SHARE = 2**19
 _ALIGNMENT_BYTES = 64
 _FLOAT_BYTES = 4
 _OVERHEAD_BYTES = 16_384
@@ -251,7 +252,9 @@ def _core_gradients_(
         size_3 = kernels.NUM_COPIES * (high_3 - low_3) * q3 * r2
         dG1_copies = buffer[:size_1].reshape(kernels.NUM_COPIES, -1, q1 * r1)
         dG3_copies = buffer[size_1 : size_1 + size_3].reshape(kernels.NUM_COPIES, -1, q3 * r2)
-        num_tasks = min(end - first, _TASKS_PER_WORKER) * kernels.NUM_COPIES
+        num_tasks = 1
+        if num_workers > 1:
+            num_tasks = min(end - first, _TASKS_PER_WORKER) * kernels.NUM_COPIES
         add_gradients = partial(
             kernels.core_gradients, call.shape, *call.cores[:2], G3_T, index.i1_P, index.i2_P,
             index.i3_U, index.prefix_starts, index.group_starts, index.row_starts, place_L,
@@ -264,7 +267,8 @@ def _core_gradients_(
             (dG3_copies, q3, r2, dG3[low_3:high_3]),
         ):
             add_up = partial(kernels.sum_copies, copies, height, width, total)
-            _parallel_ranges(0, len(total), num_workers, add_up)
+            is_small = copies.size < _MIN_ELEMENTS_TO_SHARE
+            _parallel_ranges(0, len(total), 1 if is_small else num_workers, add_up)
 
 
 def _sorted_lookups(call: _Call, weights_L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -15,6 +15,7 @@ def num_threads(request: pytest.FixtureRequest, monkeypatch) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     monkeypatch.setattr(cpu_plan, "_MIN_LOOKUPS_PER_WORKER", 4)
+    monkeypatch.setattr(cpu_plan, "_MIN_LOOKUPS_OF_LAST_PASS", 1)
     yield request.param
     torch.set_num_threads(before)
 

@@ -62,6 +62,7 @@ def process_group(device_option: str) -> Iterator[torch.device]:
     """
     import torch.distributed as dist
 
+    _quiet_libraries()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = _device(device_option, local_rank)
     backend = "nccl" if device.type == "cuda" else "gloo"

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torchrec.distributed.planner.shard_estimators import get_num_poolings
 from torchrec.distributed.planner.types import (
@@ -36,7 +35,7 @@ class Form:
 
     Args:
         tt: the shape of the cores, None for a dense table.
-        loss: lookups per sample * log2(dense bytes / TT bytes); 0 for a dense table.
+        compression: lookups per sample * log2(dense bytes / TT bytes); 0 for a dense table.
         num_bytes: the least that all its shards together need of the capped memory.
         shardings: all options of this form.
         candidates: those worth a try when only fitting counts: the fastest, the one with the
@@ -44,24 +43,21 @@ class Form:
     """
 
     tt: TTSpec | None
-    loss: float
+    compression: float
     num_bytes: int
     shardings: tuple[ShardingOption, ...] = ()
     candidates: tuple[ShardingOption, ...] = ()
 
 
-Forms = Sequence[Form]
-
-
-class FitCheck(Protocol):
-    def __call__(self, forms: Forms) -> list[ShardingOption] | None: ...
+FitCheck = Callable[[Sequence[Form]], list[ShardingOption] | None]
+"""Of one form per table: a proposal that can be placed, or None."""
 
 
 def table_forms(
     options: Sequence[ShardingOption],
     constraints: Mapping[str, ParameterConstraints] | None,
     topology: Topology,
-) -> dict[str, Forms]:
+) -> dict[str, list[Form]]:
     """The forms of every table, from the least compressed on; each needs less memory than the last.
 
     Args:
@@ -70,7 +66,7 @@ def table_forms(
     by_table: dict[str, dict[TTSpec | None, list[ShardingOption]]] = {}
     for option in options:
         by_table.setdefault(option.fqn, {}).setdefault(tt_of(option), []).append(option)
-    forms: dict[str, Forms] = {}
+    forms: dict[str, list[Form]] = {}
     for fqn, by_shape in by_table.items():
         # Dense first, then shape after shape, as the enumerator orders them.
         kept: list[Form] = []
@@ -89,11 +85,11 @@ def _form(
     topology: Topology,
 ) -> Form:
     first = shardings[0]
-    loss = 0.0
+    compression = 0.0
     if tt is not None:
         per_sample = zip(first.input_lengths, get_num_poolings(constraints, first), strict=True)
         lookups = sum(length * count for length, count in per_sample)
-        loss = lookups * max(0.0, math.log2(first.tensor.numel() / tt.num_parameters))
+        compression = lookups * max(0.0, math.log2(first.tensor.numel() / tt.num_parameters))
 
     def largest_shard(option: ShardingOption) -> int:
         return max(main_memory_bytes(shard.storage, topology) for shard in option.shards)
@@ -106,7 +102,7 @@ def _form(
 
     smallest = min(shardings, key=total)
     candidates = (min(shardings, key=slowest_shard), min(shardings, key=largest_shard), smallest)
-    return Form(tt, loss, total(smallest), tuple(shardings), candidates)
+    return Form(tt, compression, total(smallest), tuple(shardings), candidates)
 
 
 class PlacementCheck:
@@ -125,8 +121,8 @@ class PlacementCheck:
             for device in storage_constraint.devices
         )
 
-    def __call__(self, forms: Forms) -> list[ShardingOption] | None:
-        """A proposal that the partitioner can place, or None."""
+    def __call__(self, forms: Sequence[Form]) -> list[ShardingOption] | None:
+        """A proposal of these forms, one per table, that can be placed; None if there is none."""
         if sum(form.num_bytes for form in forms) > self._capacity:
             return None
         for proposal in zip(*(form.candidates for form in forms), strict=True):
@@ -143,7 +139,9 @@ class PlacementCheck:
         return None
 
 
-def least_compression(forms: Mapping[str, Forms], fits: FitCheck) -> dict[str, Form] | None:
+def least_compression(
+    forms: Mapping[str, Sequence[Form]], fits: FitCheck
+) -> dict[str, Form] | None:
     """The forms with the least lookup-weighted compression among those that fit.
 
     Greedy, not exhaustive. Starting from all tables as they are, the step that frees most bytes for
@@ -176,8 +174,8 @@ def least_compression(forms: Mapping[str, Forms], fits: FitCheck) -> dict[str, F
         else:
             enough = middle
     levels = state(steps[:enough])
-    by_loss = sorted(range(len(tables)), key=lambda t: -forms[tables[t]][levels[t]].loss)
-    for table in by_loss:
+    costs = [form.compression for form in chosen(levels)]
+    for table in sorted(range(len(tables)), key=lambda table: -costs[table]):
         for level in range(levels[table]):
             relaxed = [*levels[:table], level, *levels[table + 1 :]]
             if fits(chosen(relaxed)) is not None:
@@ -186,12 +184,12 @@ def least_compression(forms: Mapping[str, Forms], fits: FitCheck) -> dict[str, F
     return dict(zip(tables, chosen(levels), strict=True))
 
 
-def _steps_by_worth(forms: Sequence[Forms]) -> list[int]:
+def _steps_by_worth(forms: Sequence[Sequence[Form]]) -> list[int]:
     """Table numbers, one per step to its next form, by bytes freed per compression added."""
 
     def entry(table: int, level: int) -> tuple[float, int, int]:
         now, then = forms[table][level], forms[table][level + 1]
-        added = then.loss - now.loss
+        added = then.compression - now.compression
         freed = now.num_bytes - then.num_bytes
         return (-freed / added if added > 0 else -math.inf), table, level
 

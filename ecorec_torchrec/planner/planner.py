@@ -211,6 +211,7 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
             self._batch_size,
             self._constraints or {},
             self._storage_reservation,
+            self._partitioner,
         )
 
     def _warn_without_optimizer(self) -> None:

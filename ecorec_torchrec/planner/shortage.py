@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torchrec.distributed.planner.storage_reservations import FixedAbsoluteStorageReservation
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
+    Partitioner,
     PlannerError,
     PlannerErrorType,
     ShardingOption,
@@ -20,7 +21,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import reset_shard_rank
 from torchrec.distributed.types import ModuleSharder
 
-from .compression import Forms, PlacementCheck, least_compression, table_forms
+from .compression import Form, PlacementCheck, least_compression, table_forms
 from .constraints import EcoRecConstraints
 from .enumerator import HOST_KERNELS, EcoRecEnumerator, PlannedTable
 from .partitioner import EcoRecPartitioner, main_memory_bytes
@@ -40,7 +41,7 @@ class PlanningInputs:
     batch_size: int
     constraints: Mapping[str, ParameterConstraints]
     reservation: StorageReservation
-    partitioner: EcoRecPartitioner = field(default_factory=EcoRecPartitioner)
+    partitioner: Partitioner
     max_rank: int | None = None
 
     def enumerator(self) -> EcoRecEnumerator:
@@ -51,7 +52,7 @@ class PlanningInputs:
     def tables(self) -> list[PlannedTable]:
         return list(self.enumerator().tables(self.module, self.sharders))
 
-    def forms(self) -> dict[str, Forms]:
+    def forms(self) -> dict[str, list[Form]]:
         options = self.enumerator().enumerate(self.module, self.sharders)
         return table_forms(options, self.constraints, self.topology)
 
@@ -151,7 +152,7 @@ def _needed(inputs: PlanningInputs) -> list[Storage]:
 
     smallest = [forms[-1] for forms in inputs.forms().values()]
     options = [min(form.shardings, key=rank_memory) for form in smallest]
-    inputs.partitioner.balance_storage(options, topology)
+    EcoRecPartitioner().balance_storage(options, topology)
     needed = [Storage(hbm=0, ddr=0) for _ in topology.devices]
     for option in options:
         for shard in option.shards:

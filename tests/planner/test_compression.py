@@ -13,9 +13,9 @@ MIB = 2**20
 
 
 def table(dense_mib: int, *tt: tuple[float, int], dense: bool = True) -> list[Form]:
-    """Forms of one table: dense, then (loss, MiB) per TT shape."""
+    """Forms of one table: dense, then (compression, MiB) per TT shape."""
     forms = [Form(None, 0.0, dense_mib * MIB)] if dense else []
-    return forms + [Form(None, loss, mib * MIB) for loss, mib in tt]
+    return forms + [Form(None, compression, mib * MIB) for compression, mib in tt]
 
 
 def fits_in(cap_mib: int):
@@ -36,7 +36,7 @@ def test_dense_where_it_fits_and_none_where_nothing_does():
 
 
 def test_what_was_compressed_in_vain_goes_back():
-    """`a` frees more per loss and goes first, but only `b` frees enough."""
+    """`a` frees more per compression and goes first, but only `b` frees enough."""
     tables = {"a": table(10, (1.0, 1)), "b": table(100, (50.0, 1))}
     assert levels(tables, 15) == {"a": 0, "b": 1}
 

@@ -83,7 +83,8 @@ class OptimizerSpec:
         """Maps TorchRec's `fused_params`; None when they name no optimizer.
 
         Raises:
-            ValueError: the optimizer, or its kind of weight decay, has no library counterpart.
+            ValueError: the optimizer, or its kind of weight decay, has no library counterpart; or
+                that one refuses a setting, such as a negative learning rate.
         """
         kind = fused_params.get("optimizer")
         if kind is None:
@@ -106,7 +107,14 @@ class OptimizerSpec:
         decay_mode = settings.pop("weight_decay_mode", None)
         if settings.get("weight_decay"):
             library_class = _with_weight_decay(table, kind, library_class, decay_mode)
-        return cls(library_class, _arguments(library_class, settings))
+        spec = cls(library_class, _arguments(library_class, settings))
+        try:  # here, on every rank, and not on the table's owner only
+            spec.build([nn.Parameter(torch.zeros(1, 1))])
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"TT table {table!r}: {_name(kind)} cannot be made of {settings}: {error}"
+            ) from error
+        return spec
 
     def build(self, params: Iterable[Tensor]) -> Optimizer:
         assert self.cls is not None, "a frozen group has no optimizer"

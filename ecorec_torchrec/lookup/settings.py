@@ -64,6 +64,7 @@ class TTSettings:
         """Reads TorchRec's `fused_params` of one table; warns of those that do not apply.
 
         Raises:
+            TypeError: `workspace_bytes` is not an integer.
             ValueError: a value is not supported; the message names the table and the value.
         """
         unused = sorted(fused_params.keys() - _KNOWN)
@@ -73,6 +74,10 @@ class TTSettings:
                 stacklevel=2,
             )
         workspace_bytes = fused_params.get("workspace_bytes")
+        if workspace_bytes is not None and type(workspace_bytes) is not int:
+            raise TypeError(
+                f"TT table {table!r}: workspace_bytes must be an integer, got {workspace_bytes!r}"
+            )
         if workspace_bytes is not None and workspace_bytes <= 0:
             raise ValueError(f"TT table {table!r}: workspace_bytes={workspace_bytes} must be > 0")
         backend = fused_params.get("backend", "auto")
@@ -116,7 +121,7 @@ def _lookup(
     value = fused_params.get(name, default)
     if value not in supported:
         raise ValueError(
-            f"TT table {table!r}: {name}={value} is not supported; the supported ones are "
-            f"{', '.join(map(str, supported))}"
+            f"TT table {table!r}: {name}={value!r} is not supported; the supported ones are "
+            f"{', '.join(f'{type(known).__name__}.{known.name}' for known in supported)}"
         )
     return supported[value]

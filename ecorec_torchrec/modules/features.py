@@ -6,6 +6,7 @@ nor the numbers that disagree, and some broken inputs pass.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -30,13 +31,16 @@ def check_features(
         is_weighted: whether weights are needed.
 
     Returns:
-        `features`, unchanged.
+        `features`, unchanged; empty tensors of another type, as `torch.tensor([])` is, come back as
+        int64, so that ranks without ids can exchange them with others.
 
     Raises:
-        TypeError: not a KeyedJaggedTensor, ids that are not int32 or int64, or integer weights.
-        ValueError: a missing feature; a number of lengths other than F * B; a negative length;
-            lengths that do not sum to the number of values; missing weights or too few of them.
-            The message holds the feature and the numbers.
+        TypeError: not a KeyedJaggedTensor; ids, lengths or offsets that are not int32 or int64;
+            integer weights.
+        ValueError: a missing feature or one given twice; ids or weights that are not one row;
+            neither lengths nor offsets, or both and they contradict each other; a number of lengths
+            other than F * B; a negative length; lengths that do not sum to the number of values;
+            missing weights or too few of them. The message holds the feature and the numbers.
 
     Example::
 
@@ -51,12 +55,14 @@ def check_features(
     if not isinstance(features, KeyedJaggedTensor):
         raise TypeError(f"features must be a KeyedJaggedTensor, got {type(features).__name__}")
     keys = features.keys()
-    missing = [name for name in dict.fromkeys(feature_names) if name not in keys]
+    counts = Counter(keys)
+    missing = [name for name in dict.fromkeys(feature_names) if name not in counts]
     if missing:
         raise ValueError(f"features {missing} are missing, the KeyedJaggedTensor has {keys}")
-    values = features.values()
-    if values.dtype not in _ID_TYPES and values.numel() > 0:
-        raise TypeError(f"ids of features {keys} must be int32 or int64, got {values.dtype}")
+    if len(counts) < len(keys):
+        twice = [name for name, count in counts.items() if count > 1]
+        raise ValueError(f"features {twice} occur more than once in the KeyedJaggedTensor: {keys}")
+    features = _check_types(features)
     _check_weights(features, is_weighted)
     if keys:
         _check_lengths(features)
@@ -83,6 +89,31 @@ def _num_lengths(features: KeyedJaggedTensor) -> int:
     return 0 if offsets is None else max(0, offsets.numel() - 1)
 
 
+def _check_types(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    keys = features.keys()
+    parts = {
+        "values": features.values(),
+        "lengths": features.lengths_or_none(),
+        "offsets": features.offsets_or_none(),
+    }
+    wrong = {k: v for k, v in parts.items() if v is not None and v.dtype not in _ID_TYPES}
+    for name, part in wrong.items():
+        if part.numel() > 0:
+            what = "ids" if name == "values" else name
+            raise TypeError(f"{what} of features {keys} must be int32 or int64, got {part.dtype}")
+    if parts["values"].dim() != 1:
+        shape = tuple(parts["values"].shape)
+        raise ValueError(f"ids of features {keys} must have one dimension, got shape {shape}")
+    if keys and parts["lengths"] is None and parts["offsets"] is None:
+        raise ValueError(f"features {keys} have neither lengths nor offsets")
+    if not wrong:
+        return features
+    integers = parts | {name: part.long() for name, part in wrong.items()}
+    return KeyedJaggedTensor(
+        keys, **integers, weights=features.weights_or_none(), stride=features.stride()
+    )
+
+
 def _check_weights(features: KeyedJaggedTensor, is_weighted: bool) -> None:
     weights, num_values = features.weights_or_none(), features.values().numel()
     if weights is None:
@@ -95,6 +126,11 @@ def _check_weights(features: KeyedJaggedTensor, is_weighted: bool) -> None:
     if weights.numel() != num_values:
         raise ValueError(
             f"features {features.keys()} have {num_values} values but {weights.numel()} weights"
+        )
+    if weights.dim() != 1:
+        raise ValueError(
+            f"weights of features {features.keys()} must have one dimension, got shape "
+            f"{tuple(weights.shape)}"
         )
     if is_weighted and not weights.is_floating_point():
         raise TypeError(
@@ -114,13 +150,14 @@ def _check_lengths(features: KeyedJaggedTensor) -> None:
             f"{num_lengths} lengths do not fit {len(keys)} features with batch sizes {needed}, "
             f"which need {sum(strides)}"
         )
+    lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
+    if lengths is None:
+        assert offsets is not None
+        lengths = torch.diff(offsets)
+    if offsets is not None and offsets.device.type == "cpu":
+        _check_offsets(offsets, lengths.flatten())
     sums = features.length_per_key_or_none()
     if sums is None:
-        lengths = features.lengths_or_none()
-        if lengths is None:
-            offsets = features.offsets_or_none()
-            assert offsets is not None
-            lengths = torch.diff(offsets)
         if lengths.device.type != "cpu":
             return
         sums = _sums_per_feature(keys, strides, lengths)
@@ -130,6 +167,21 @@ def _check_lengths(features: KeyedJaggedTensor) -> None:
             f"lengths sum to {sum(sums)} ({dict(zip(keys, sums, strict=True))}), but there are "
             f"{num_values} values: they end {_place_of_end(keys, sums, num_values)}"
         )
+
+
+def _check_offsets(offsets: Tensor, lengths: Tensor) -> None:
+    """TorchRec sends lengths to other ranks, but looks up by offsets."""
+    ends = torch.cumsum(lengths, 0)
+    if offsets.numel() != ends.numel() + 1 or bool((offsets[1:] != ends).any()):
+        raise ValueError(
+            f"offsets {_start_of(offsets)} do not belong to lengths {_start_of(lengths)}: they "
+            f"must start with 0 and go on with the sums of the lengths, {_start_of(ends)}"
+        )
+
+
+def _start_of(tensor: Tensor, count: int = 8) -> str:
+    more = ", .." if tensor.numel() > count else ""
+    return f"[{', '.join(map(str, tensor[:count].tolist()))}{more}]"
 
 
 def _sums_per_feature(keys: list[str], strides: list[int], lengths: Tensor) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
@@ -55,7 +56,13 @@ from ecorec_torchrec.tt import TTSpec
 from .dist_groups import NUM_DIST_GROUPS, split_dist_groups
 from .pooled import TTDpPooledEmbeddingSharding, TTTwPooledEmbeddingSharding
 from .state import CoreState, add_whole_cores, core_states, take_local_cores
-from .tables import TablesView, check_data_parallel, check_owners, resolve_tt_tables
+from .tables import (
+    TablesView,
+    check_data_parallel,
+    check_output_types,
+    check_ranks,
+    resolve_tt_tables,
+)
 
 _ROW_CUT = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
 
@@ -102,7 +109,7 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             raise NotImplementedError(
                 f"TT tables {list(tt_specs)}: 2D parallelism is not supported"
             )
-        check_owners(table_name_to_parameter_sharding, tt_specs, env.world_size)
+        check_ranks(table_name_to_parameter_sharding, tt_specs, env.world_size)
         self._tt_specs = tt_specs
         self._input_keys: list[str] | None = None
         # Seeds come before TorchRec's own initialisation, which draws numbers for the tables of
@@ -158,6 +165,7 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                         for name, value in info.fused_params.items()
                         if name not in TT_ONLY_SETTINGS
                     }
+        check_output_types(infos_by_type, specs.keys())
         return split_dist_groups(infos_by_type, num_dist_groups)
 
     @classmethod
@@ -277,8 +285,8 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 in another order than in the first batch.
             NotImplementedError: variable batch sizes per feature with TT tables.
         """
-        if isinstance(features, KeyedJaggedTensor):
-            self._check_features(features)
+        if not isinstance(features, TensorDict):  # which TorchRec makes a KeyedJaggedTensor
+            features = self._checked(features)
         awaitable = super().input_dist(ctx, features)
         if ctx.divisor is not None:
             ctx.divisor = torch.where(self._late_mean_D, ctx.divisor, 1.0)
@@ -302,9 +310,9 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         marks = [name in late for name, dim in columns for _ in range(dim)]
         return torch.tensor(marks, device=self._device)
 
-    def _check_features(self, features: KeyedJaggedTensor) -> None:
+    def _checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         names = [name for c in self._embedding_bag_configs for name in c.feature_names]
-        check_features(features, names, self._is_weighted)
+        features = check_features(features, names, self._is_weighted)
         if self._tt_specs and features.variable_stride_per_key():
             raise NotImplementedError(
                 f"TT tables {list(self._tt_specs)}: variable batch sizes per feature are not "
@@ -317,6 +325,7 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 f"features must come in the order of the first batch, {self._input_keys}, got "
                 f"{features.keys()}"
             )
+        return features
 
     def compute_and_output_dist(
         self, ctx: EmbeddingBagCollectionContext, input: KJTList

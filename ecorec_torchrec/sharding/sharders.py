@@ -44,6 +44,7 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             this sharder for.
 
     Raises:
+        TypeError: `num_dist_groups` is not an integer.
         ValueError: `num_dist_groups` is below 1.
 
     Example::
@@ -67,6 +68,8 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         num_dist_groups: int = 1,
         module_type: type[EmbeddingBagCollection] = EmbeddingBagCollection,
     ) -> None:
+        if type(num_dist_groups) is not int:
+            raise TypeError(f"num_dist_groups must be an integer, got {num_dist_groups!r}")
         if num_dist_groups < 1:
             raise ValueError(f"num_dist_groups={num_dist_groups} must be at least 1")
         super().__init__(fused_params, qcomm_codecs_registry)

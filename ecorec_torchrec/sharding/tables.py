@@ -7,21 +7,21 @@ entry, from the table's config, or from a `TTEmbeddingBagCollection`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.types import ParameterSharding, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
-from ecorec_torchrec.modules import TTEmbeddingBagCollection, check_spec
-from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
+from ecorec_torchrec.modules import check_spec
+from ecorec_torchrec.plan import TT_COMPUTE_KERNEL, TT_SHARDING_TYPES, WHY_TT_IS_NOT_CUT
+from ecorec_torchrec.plan.tables import core_specs
 from ecorec_torchrec.tt import TTSpec
-
-_SHARDING_TYPES = (ShardingType.TABLE_WISE.value, ShardingType.DATA_PARALLEL.value)
 
 
 def tt_table_names(
@@ -42,7 +42,7 @@ def resolve_tt_tables(
             not fit, or a sharding type other than table-wise and data-parallel; or a table of a
             `TTEmbeddingBagCollection` that holds cores is planned as a dense one.
     """
-    held = module.tt_specs if isinstance(module, TTEmbeddingBagCollection) else {}
+    held = core_specs(module)
     specs: dict[str, TTSpec] = {}
     for config in module.embedding_bag_configs():
         if config.name not in plan:
@@ -64,15 +64,25 @@ def resolve_tt_tables(
     return specs
 
 
-def check_owners(
+def check_ranks(
     plan: Mapping[str, ParameterSharding], tables: Iterable[str], world_size: int
 ) -> None:
-    """Raises ValueError unless every table-wise one of `tables` is placed on one rank there is."""
+    """Raises ValueError unless every one of `tables` is placed on ranks that there are.
+
+    A table-wise one needs one shard on one rank, a data-parallel one all ranks.
+    """
     for table in tables:
         entry = plan[table]
-        if entry.sharding_type != ShardingType.TABLE_WISE.value:
+        if entry.sharding_type == ShardingType.DATA_PARALLEL.value:
+            if entry.ranks is not None and sorted(entry.ranks) != list(range(world_size)):
+                raise ValueError(
+                    f"TT table {table!r} is data-parallel on ranks={entry.ranks}, but there are "
+                    f"{world_size} ranks: make a new plan"
+                )
             continue
-        if entry.sharding_spec is None or not entry.ranks or entry.ranks[0] >= world_size:
+        shards = getattr(entry.sharding_spec, "shards", [])
+        owners = [shard.placement.rank() for shard in shards]
+        if owners != entry.ranks or len(owners) != 1 or not 0 <= owners[0] < world_size:
             raise ValueError(
                 f"TT table {table!r} is table-wise with ranks={entry.ranks} and "
                 f"sharding_spec={entry.sharding_spec}: it needs one shard on one of "
@@ -80,12 +90,33 @@ def check_owners(
             )
 
 
+def check_output_types(
+    infos_by_type: Mapping[str, Iterable[EmbeddingShardingInfo]], tables: Set[str]
+) -> None:
+    """Raises ValueError if a TT table would share an all-to-all with outputs of another type.
+
+    Ranks would then wait for unlike numbers of bytes.
+    """
+    for sharding_type, infos in infos_by_type.items():
+        if sharding_type == ShardingType.DATA_PARALLEL.value:
+            continue
+        types = {info.embedding_config.name: _output_type(info) for info in infos}
+        if len(set(types.values())) > 1 and not tables.isdisjoint(types):
+            raise ValueError(
+                f"tables that are sharded {sharding_type} need one output_dtype, since their "
+                f"outputs travel together, got {types}"
+            )
+
+
+def _output_type(info: EmbeddingShardingInfo) -> torch.dtype:
+    found = (info.fused_params or {}).get("output_dtype", torch.float32)
+    return found if isinstance(found, torch.dtype) else found.as_dtype()
+
+
 def _spec(config: EmbeddingBagConfig, entry: ParameterSharding, held: TTSpec | None) -> TTSpec:
-    if entry.sharding_type not in _SHARDING_TYPES:
+    if entry.sharding_type not in TT_SHARDING_TYPES:
         raise ValueError(
-            f"TT table {config.name!r} cannot be sharded {entry.sharding_type}: cut by rows or "
-            "columns, all ranks would need most cores and an all-reduce of their gradients; use "
-            "table_wise or data_parallel"
+            f"TT table {config.name!r} cannot be sharded {entry.sharding_type}: {WHY_TT_IS_NOT_CUT}"
         )
     sources = {
         "its plan entry": getattr(entry, "tt", None),
@@ -120,8 +151,7 @@ class TablesView:
         plan: Mapping[str, ParameterSharding] | None = None,
     ) -> None:
         self._module = module
-        held = module.tt_specs if isinstance(module, TTEmbeddingBagCollection) else {}
-        self._tt_names = {*held, *(tt_table_names(module, plan) if plan else ())}
+        self._tt_names = {*core_specs(module), *(tt_table_names(module, plan) if plan else ())}
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         return self._module.embedding_bag_configs()

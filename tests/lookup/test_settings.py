@@ -46,11 +46,33 @@ def test_data_parallel_tables_have_no_fused_optimizer() -> None:
         ({"workspace_bytes": 0}, "'users': workspace_bytes=0"),
         ({"backend": "cuda"}, "'users': backend='cuda'"),
         ({"output_dtype": SparseType.INT8}, "'users': output_dtype"),
+        ({"bounds_check_mode": "fatal"}, "'fatal' is not supported; .* BoundsCheckMode.FATAL"),
     ],
 )
 def test_bad_values_are_refused(setting: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings(**setting)
+
+
+@pytest.mark.parametrize("value", [1e6, "1000000", True])
+def test_bytes_are_integers(value: object) -> None:
+    with pytest.raises(TypeError, match="'users': workspace_bytes must be an integer"):
+        settings(workspace_bytes=value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"learning_rate": -0.1}, "Invalid learning rate: -0.1"),
+        ({"learning_rate": "0.1"}, "'str' and 'float'"),
+        ({"optimizer": EmbOptimType.ADAM, "beta1": 2.0}, "Invalid beta"),
+        ({"optimizer": EmbOptimType.EXACT_ADAGRAD, "eps": -1.0}, "Invalid epsilon"),
+    ],
+)
+def test_settings_that_the_optimizer_refuses(setting: dict, reason: str) -> None:
+    """On every rank: where the owner of a table fails alone, the others wait for it."""
+    with pytest.raises(ValueError, match=f"'users': .* cannot be made of .*{reason}"):
+        settings(**({"optimizer": EmbOptimType.EXACT_SGD} | setting))
 
 
 def test_settings_of_fbgemm_that_do_not_apply_are_named() -> None:

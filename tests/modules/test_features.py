@@ -84,6 +84,52 @@ def test_ids_of_a_wrong_type(dtype: torch.dtype) -> None:
         check_features(_kjt([1, 1, 1, 1], values=torch.ones(4, dtype=dtype)), ["a"])
 
 
+def test_lengths_of_a_wrong_type() -> None:
+    """TorchRec's constructor lets small integers pass, the lookups do not take them."""
+    lengths = torch.ones(4, dtype=torch.int16)
+    with pytest.raises(TypeError, match=r"lengths of .*'b'\] must be int32 or .*, got torch.int16"):
+        check_features(_kjt(lengths), ["a"])
+
+
+def test_empty_ids_have_a_type_too() -> None:
+    """`torch.tensor([])` is of floats; sent to other ranks it would meet their integers."""
+    checked = check_features(_kjt([0, 0, 0, 0], values=torch.tensor([])), ["a"])
+    assert checked.values().dtype is torch.int64 and checked.stride() == 2
+    with pytest.raises(ValueError, match="sum to 1 .* 0 values"):
+        check_features(_kjt([0, 1], values=torch.tensor([])), ["a"])
+
+
+def test_values_of_two_dimensions() -> None:
+    with pytest.raises(ValueError, match=r"ids .* must have one dimension, got shape \(4, 1\)"):
+        check_features(_kjt([1, 1, 1, 1], values=torch.ones(4, 1).long()), ["a"])
+    with pytest.raises(ValueError, match=r"weights .* must have one dimension, got shape \(1, 4\)"):
+        check_features(_kjt([1, 1, 1, 1], weights=torch.ones(1, 4)), ["a"])
+
+
+def test_neither_lengths_nor_offsets() -> None:
+    with pytest.raises(ValueError, match=r"\['a', 'b'\] have neither lengths nor offsets"):
+        check_features(_kjt(), ["a"])
+
+
+def test_lengths_and_offsets_that_contradict_each_other() -> None:
+    """One rank's lookup would use the ones, another's the others."""
+    with pytest.raises(
+        ValueError, match=r"\[0, 1, 2, 3, 4\] do not belong to lengths \[2, 0, 1, 1\]"
+    ):
+        check_features(_kjt([2, 0, 1, 1], offsets=torch.arange(5)), ["a"])
+    with pytest.raises(ValueError, match=r"offsets \[1, .*must start with 0"):
+        check_features(_kjt(offsets=torch.arange(1, 6)), ["a"])
+    asked = _kjt([1, 1, 0, 2])
+    asked.offsets()  # now it keeps both
+    assert check_features(asked, ["a", "b"]) is asked
+
+
+def test_a_feature_given_twice() -> None:
+    """TorchRec silently takes the last of the two."""
+    with pytest.raises(ValueError, match=r"features \['a'\] occur more than once"):
+        check_features(_kjt([1, 1, 2], keys=("a", "b", "a")), ["b"])
+
+
 def test_something_else_than_features() -> None:
     with pytest.raises(TypeError, match="must be a KeyedJaggedTensor, got Tensor"):
         check_features(torch.arange(3), ["a"])  # type: ignore[arg-type]

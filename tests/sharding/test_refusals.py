@@ -1,5 +1,6 @@
 """What cannot work is refused by name: at shard time, or before a collective is started."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
+from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -90,6 +92,28 @@ def dense_with_a_shape(*_: Any) -> ParameterSharding:
     return TTParameterSharding("data_parallel", "dense", ranks=[0, 1], tt=SPEC)
 
 
+def changed(generator: Callable[..., ParameterSharding], **fields: Any) -> Callable[..., Any]:
+    """The entries of `generator` with some fields overwritten."""
+
+    def generate(*arguments: Any) -> ParameterSharding:
+        return dataclasses.replace(generator(*arguments), **fields)
+
+    return generate
+
+
+def two_output_types() -> None:
+    module = toy.collection(toy.configs(("t_tw", "d_tw")), device="meta")
+    half = changed(tt_table_wise(1), output_dtype=DataType.FP16)
+    sharder = TTEmbeddingBagCollectionSharder(toy.SGD)
+    plan = construct_module_sharding_plan(
+        module,
+        {"t_tw": half, "d_tw": table_wise(0, compute_kernel="fused")},
+        sharder=sharder,
+        device_type="cpu",
+    )
+    sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD))
+
+
 OTHER = TTSpec(58, (3, 4, 5), (2, 2, 4), (3, 5))
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "row-wise": (lambda: sharded(ours(), row_wise_tt), "'t_tw' cannot be sharded row_wise"),
@@ -116,6 +140,19 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sharded(ours(), table_wise_without_a_shard),
         r"'t_tw' is table-wise with ranks=\[5\] and sharding_spec=None",
     ),
+    "ranks that are not the shards'": (
+        lambda: sharded(ours(), changed(tt_table_wise(1), ranks=[0])),
+        r"'t_tw' is table-wise with ranks=\[0\] and .*rank:1/cpu.* one shard on one of 2 ranks",
+    ),
+    "two owners": (
+        lambda: sharded(ours(), changed(tt_table_wise(1), ranks=[1, 0])),
+        r"ranks=\[1, 0\] .* one shard on one of 2 ranks",
+    ),
+    "replicas of another world": (
+        lambda: sharded(ours(), changed(tt_data_parallel(), ranks=[0, 1, 2, 3])),
+        r"data-parallel on ranks=\[0, 1, 2, 3\], but there are 2 ranks",
+    ),
+    "two output types": (two_output_types, "'t_tw': torch.float16, 'd_tw': torch.float32"),
     "dense kernel with a shape": (
         lambda: sharded(stock(), dense_with_a_shape),
         "'t_tw' is a TT table, but its plan entry has the compute kernel 'dense'",
@@ -145,6 +182,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         r"\['t_tw'\]: resharding while training is not supported",
     ),
+    "a part of a group": (
+        lambda: TTEmbeddingBagCollectionSharder(num_dist_groups=2.5),
+        "num_dist_groups must be an integer, got 2.5",
+    ),
     "groups": (
         lambda: TTEmbeddingBagCollectionSharder(num_dist_groups=0),
         "num_dist_groups=0 must be at least 1",
@@ -154,7 +195,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
 
 def refuse(rank: int, name: str) -> None:
     attempt, message = REFUSALS[name]
-    with pytest.raises((ValueError, NotImplementedError), match=message):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
         attempt()
     dist.barrier()
 
@@ -175,6 +216,13 @@ def broken(kind: str) -> KeyedJaggedTensor:
         return KeyedJaggedTensor(keys, torch.arange(4), lengths=torch.tensor([1, 1, 1, 2]))
     if kind == "stride":
         return KeyedJaggedTensor(keys, torch.arange(5), lengths=torch.ones(5).long(), stride=2)
+    if kind == "twice":
+        return KeyedJaggedTensor([*keys, keys[0]], torch.arange(6), lengths=torch.ones(6).long())
+    if kind == "contradiction":
+        offsets = torch.tensor([0, 1, 2, 3, 4])
+        return KeyedJaggedTensor(
+            keys, torch.arange(4), lengths=torch.tensor([2, 0, 1, 1]), offsets=offsets
+        )
     if kind == "missing":
         return KeyedJaggedTensor(["f_t_tw"], torch.arange(1), lengths=torch.tensor([1]))
     if kind == "order":
@@ -191,6 +239,8 @@ def broken(kind: str) -> KeyedJaggedTensor:
 
 
 BROKEN_INPUT = {
+    "twice": r"features \['f_t_tw'\] occur more than once",
+    "contradiction": r"do not belong to lengths \[2, 0, 1, 1\]",
     "lengths": "lengths sum to 5 .* there are 4 values: they end within feature 'f_t_tw_b'",
     "stride": "5 lengths do not fit 2 features",
     "missing": r"features \['f_t_tw_b'\] are missing",

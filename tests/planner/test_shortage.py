@@ -18,7 +18,7 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, S
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from ecorec_torchrec.modules import TTEmbeddingBagCollection
-from ecorec_torchrec.planner import EcoRecConstraints, EcoRecPlanner
+from ecorec_torchrec.planner import EcoRecConstraints, EcoRecPartitioner, EcoRecPlanner
 from ecorec_torchrec.tt import TTSpec
 
 MIB = 2**20
@@ -39,6 +39,16 @@ class HalfReserved(StorageReservation):
     @property
     def last_reserved_topology(self):
         return self.last
+
+
+class HalfFilled(EcoRecPartitioner):
+    """A user's own partitioner, which wants more room than ours."""
+
+    def partition(self, proposal, storage_constraint, *args, **kwargs):
+        halved = copy.deepcopy(storage_constraint)
+        for device in halved.devices:
+            device.storage.ddr //= 2
+        return super().partition(proposal, halved, *args, **kwargs)
 
 
 def shortage(planner: EcoRecPlanner, model: nn.Module, sharders: list) -> str:
@@ -83,6 +93,15 @@ def test_every_reservation_gives_need_and_have(model, topology, sharders, device
         debug=False,
     )
     assert cured.plan(model(**SIZES), sharders)
+
+
+def test_cures_hold_for_the_users_own_partitioner(model, topology, sharders):
+    def planner(cap_mib: float) -> EcoRecPlanner:
+        return EcoRecPlanner(topology(cap_mib), 64, partitioner=HalfFilled(), debug=False)
+
+    message = shortage(planner(60), model(**SIZES), sharders)
+    cap = re.search(r"Raise the topology's ddr_cap to (\d+) bytes", message)
+    assert cap and planner(int(cap[1]) / MIB).plan(model(**SIZES), sharders)
 
 
 def test_cure_allow_tt(model, topology, sharders):

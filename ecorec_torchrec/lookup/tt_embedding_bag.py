@@ -21,8 +21,6 @@ from .cores import GroupCores
 from .optimizers import FusedTTOptimizer, mark_in_backward
 from .settings import TTSettings
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
 
 def table_batch(config: GroupedEmbeddingConfig) -> TableBatch:
     """The tables and features of a TorchRec group, as the TT kernels take them."""
@@ -64,7 +62,10 @@ class BatchedTTEmbeddingBag(BaseBatchedEmbeddingBag[Tensor]):
         self.batch = table_batch(config)
         self.settings = TTSettings.of(config.fused_params)
         self._emb_module = GroupCores(
-            self.batch, _dtype(config), device, requires_grad=not self.frozen
+            self.batch,
+            data_type_to_dtype(config.data_type),
+            device,
+            requires_grad=not self.frozen,
         )
 
     @property
@@ -171,11 +172,3 @@ class BatchedFusedTTEmbeddingBag(BatchedTTEmbeddingBag, FusedOptimizerModule):
     @property
     def fused_optimizer(self) -> FusedOptimizer:
         return self._optim
-
-
-def _dtype(config: GroupedEmbeddingConfig) -> torch.dtype:
-    dtype = data_type_to_dtype(config.data_type)
-    if dtype not in _DTYPES:
-        names = ", ".join(table.name for table in config.embedding_tables)
-        raise ValueError(f"TT tables {names}: data_type {config.data_type} is none of {_DTYPES}")
-    return dtype

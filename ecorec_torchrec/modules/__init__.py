@@ -4,19 +4,17 @@ They take the place of `torchrec.modules.embedding_modules.EmbeddingBagCollectio
 are subclasses, and of its table config `EmbeddingBagConfig`.
 """
 
-from .configs import TTEmbeddingBagConfig, check_spec, core_dtype, resolve_specs
+from .configs import TTEmbeddingBagConfig, check_spec, resolve_specs
 from .embedding_bag_collection import TTEmbeddingBagCollection
 from .features import check_features, split_features
-from .tables import TTEmbeddingBag, TTEmbeddingTable, draw_seed, init_table_cores_
+from .tables import TTEmbeddingBag, draw_seed, init_table_cores_
 
 __all__ = [
     "TTEmbeddingBag",
     "TTEmbeddingBagCollection",
     "TTEmbeddingBagConfig",
-    "TTEmbeddingTable",
     "check_features",
     "check_spec",
-    "core_dtype",
     "draw_seed",
     "init_table_cores_",
     "resolve_specs",

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     DataType,
     EmbeddingBagConfig,
-    data_type_to_dtype,
 )
 
 from ecorec_torchrec.tt import TTSpec
@@ -114,8 +112,3 @@ def _check_names(names: Sequence[str]) -> None:
                 f"table name {name!r} cannot be used: it is empty, has a dot, or is an attribute "
                 "of torch.nn.ModuleDict, in which TorchRec keeps the tables"
             )
-
-
-def core_dtype(config: BaseEmbeddingConfig) -> torch.dtype:
-    """The storage type of a table, dense or TT."""
-    return data_type_to_dtype(config.data_type)

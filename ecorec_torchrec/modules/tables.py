@@ -1,7 +1,4 @@
-"""One TT table as a module: its cores, their start values, and the pooled lookup.
-
-`TTEmbeddingTable` holds what pooled and sequence tables have in common.
-"""
+"""One TT table as a module: its cores, their start values, and the pooled lookup."""
 
 from __future__ import annotations
 
@@ -12,14 +9,13 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     EmbeddingBagConfig,
+    data_type_to_dtype,
     pooling_type_to_str,
 )
 
 from ecorec_torchrec.kernels.tt_index import TableBatch
 from ecorec_torchrec.kernels.tt_lookup import batched_tt_embedding_bag
 from ecorec_torchrec.tt import TTSpec, entry_moments, init_cores_
-
-from .configs import core_dtype
 
 
 def draw_seed() -> int:
@@ -48,8 +44,10 @@ def init_table_cores_(
     init_cores_(cores, spec, entry_mean=mean, entry_std=std, generator=generator)
 
 
-class TTEmbeddingTable(nn.Module):
-    """The cores of one table: K parameters `tt_cores.<k>` of `spec.core_shapes`, uninitialised.
+class TTEmbeddingBag(nn.Module):
+    """A pooled TT table, in the place that `nn.EmbeddingBag` has in TorchRec's collection.
+
+    Its cores are K parameters `tt_cores.<k>` of `spec.core_shapes`, uninitialised.
 
     Args:
         config: the table; its `data_type` is the type of the cores.
@@ -57,12 +55,13 @@ class TTEmbeddingTable(nn.Module):
         device: where the cores lie.
     """
 
-    def __init__(self, config: BaseEmbeddingConfig, spec: TTSpec, device: torch.device) -> None:
+    def __init__(self, config: EmbeddingBagConfig, spec: TTSpec, device: torch.device) -> None:
         super().__init__()
-        self.table_name = config.name
         self.spec = spec
+        self.mode = pooling_type_to_str(config.pooling)
+        dtype = data_type_to_dtype(config.data_type)
         self.tt_cores = nn.ParameterList(
-            nn.Parameter(torch.empty(shape, dtype=core_dtype(config), device=device))
+            nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
             for shape in spec.core_shapes
         )
         self._batches = {
@@ -77,21 +76,6 @@ class TTEmbeddingTable(nn.Module):
             )
             for feature in config.feature_names
         }
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.spec.num_embeddings}, {self.spec.embedding_dim}, "
-            f"row_factors={self.spec.row_factors}, col_factors={self.spec.col_factors}, "
-            f"ranks={self.spec.ranks}"
-        )
-
-
-class TTEmbeddingBag(TTEmbeddingTable):
-    """A pooled TT table, in the place that `nn.EmbeddingBag` has in TorchRec's collection."""
-
-    def __init__(self, config: EmbeddingBagConfig, spec: TTSpec, device: torch.device) -> None:
-        super().__init__(config, spec, device)
-        self.mode = pooling_type_to_str(config.pooling)
 
     def forward(
         self, feature: str, indices_L: Tensor, offsets: Tensor, weights_L: Tensor | None = None
@@ -117,7 +101,11 @@ class TTEmbeddingBag(TTEmbeddingTable):
         )
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, mode={self.mode!r}"
+        return (
+            f"{self.spec.num_embeddings}, {self.spec.embedding_dim}, "
+            f"row_factors={self.spec.row_factors}, col_factors={self.spec.col_factors}, "
+            f"ranks={self.spec.ranks}, mode={self.mode!r}"
+        )
 
 
 @torch.fx.wrap

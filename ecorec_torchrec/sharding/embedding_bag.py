@@ -27,10 +27,12 @@ from torchrec.distributed.types import (
     ShardingEnv2D,
     ShardingType,
 )
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollectionInterface,
+from torchrec.modules.embedding_configs import (
+    EmbeddingBagConfig,
+    PoolingType,
+    data_type_to_dtype,
 )
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.optim.fused import EmptyFusedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -46,7 +48,6 @@ from ecorec_torchrec.lookup import (
 from ecorec_torchrec.modules import (
     TTEmbeddingBagCollection,
     check_features,
-    core_dtype,
     draw_seed,
     init_table_cores_,
 )
@@ -195,7 +196,7 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._core_states: list[CoreState] = []
         for name, spec in self._tt_specs.items():
             cores = local_cores.get(name)
-            dtype = core_dtype(self._table_name_to_config[name])
+            dtype = data_type_to_dtype(self._table_name_to_config[name].data_type)
             self.embedding_bags[name].tt_cores = TableCores(cores or _placeholders(spec, dtype))
             self._core_states += core_states(
                 f"embedding_bags.{name}",

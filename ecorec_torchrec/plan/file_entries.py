@@ -57,6 +57,14 @@ _KERNEL_NAMES = {value: name for name, value in _KERNELS.items()}
 _SHARDING_TYPES = tuple(sharding_type.value for sharding_type in ShardingType)
 _ON_ALL_RANKS = (ShardingType.DATA_PARALLEL.value, ShardingType.ROW_WISE.value)
 _CUT_BY_COLUMNS = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
+# The axes (0 rows, 1 columns) along which a shard is as long as its table.
+_UNCUT_AXES = {
+    ShardingType.TABLE_WISE.value: (0, 1),
+    ShardingType.ROW_WISE.value: (1,),
+    ShardingType.TABLE_ROW_WISE.value: (1,),
+    ShardingType.COLUMN_WISE.value: (0,),
+    ShardingType.TABLE_COLUMN_WISE.value: (0,),
+}
 
 Shape = tuple[int, int]
 Shards = list[tuple[list[int], list[int]]]  # (offset, size) per shard
@@ -147,6 +155,7 @@ def entry_from_section(section: Section, table: ModelTable, world: World) -> Par
             )
     kernel = _KERNELS[section.choice("kernel", _KERNELS)]
     sharding_type = section.choice("sharding", _SHARDING_TYPES)
+    _check_kernel(section, kernel, sharding_type)
     ranks = _ranks(section, sharding_type, world)
     shape = (table.num_embeddings, table.embedding_dim)
     fields = {
@@ -157,8 +166,6 @@ def entry_from_section(section: Section, table: ModelTable, world: World) -> Par
         **_options(section),
     }
     if kernel == TT_COMPUTE_KERNEL:
-        if sharding_type not in TT_SHARDING_TYPES:
-            raise section.error(f"`sharding` is {sharding_type}, but {WHY_TT_IS_NOT_CUT}")
         return TTParameterSharding(**fields, tt=_tt_spec(section, table))
     if section.has("tt"):
         raise section.error(f"`tt` needs `kernel: tt`, found `kernel: {kernel}`")
@@ -167,6 +174,36 @@ def entry_from_section(section: Section, table: ModelTable, world: World) -> Par
             f"the model holds this table as TT cores, so it cannot be planned `kernel: {kernel}`"
         )
     return ParameterSharding(**fields)
+
+
+def device_type(section: Section) -> str | None:
+    """The `device` of a section, None where it has none."""
+    if not section.has("device"):
+        return None
+    name = section.text("device")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise section.error(
+            f"`device`: {name!r} is no type of device such as cpu or cuda"
+        ) from error
+    if device.index is not None:
+        raise section.error(f"`device`: give the type, {device.type!r}, found {name!r}")
+    return device.type
+
+
+def _check_kernel(section: Section, kernel: str, sharding_type: str) -> None:
+    if kernel == TT_COMPUTE_KERNEL:
+        if sharding_type not in TT_SHARDING_TYPES:
+            raise section.error(f"`sharding` is {sharding_type}, but {WHY_TT_IS_NOT_CUT}")
+    elif (
+        sharding_type == ShardingType.DATA_PARALLEL.value
+        and kernel != EmbeddingComputeKernel.DENSE.value
+    ):
+        raise section.error(
+            f"`kernel: {kernel}` steps a table where it lies, so that data_parallel replicas would "
+            "part: use `kernel: dense`"
+        )
 
 
 def _ranks(section: Section, sharding_type: str, world: World) -> list[int]:
@@ -178,8 +215,10 @@ def _ranks(section: Section, sharding_type: str, world: World) -> list[int]:
     wrong = [rank for rank in ranks if not 0 <= rank < world.size]
     if wrong:
         raise section.error(f"rank {wrong[0]} is not within 0..{world.size - 1}")
-    if sharding_type == ShardingType.DATA_PARALLEL.value and ranks != tuple(range(world.size)):
-        raise section.error(f"data_parallel is on all {world.size} ranks, found {list(ranks)}")
+    if sharding_type in _ON_ALL_RANKS and ranks != tuple(range(world.size)):
+        raise section.error(
+            f"{sharding_type} is on all {world.size} ranks, in their order, found {list(ranks)}"
+        )
     return list(ranks)
 
 
@@ -220,25 +259,29 @@ def _sharding_spec(
             raise section.error("data_parallel has no `shards`")
         return None
     if section.has("shards"):
-        shards = _explicit_shards(section, ranks, shape)
+        shards = _explicit_shards(section, sharding_type, ranks, shape)
     else:
         try:
             shards = _computed_shards(sharding_type, ranks, shape, world)
         except ValueError as error:
             raise section.error(str(error)) from error
     default_device = world.device or get_device_type()
-    device = section.text("device") if section.has("device") else default_device
-    return EnumerableShardingSpec(
-        [
-            ShardMetadata(
-                shard_offsets=offset, shard_sizes=size, placement=world.placement(device, rank)
-            )
-            for (offset, size), rank in zip(shards, ranks, strict=True)
-        ]
-    )
+    device = device_type(section) or default_device
+    metadata = [
+        ShardMetadata(
+            shard_offsets=offset, shard_sizes=size, placement=world.placement(device, rank)
+        )
+        for (offset, size), rank in zip(shards, ranks, strict=True)
+    ]
+    try:
+        return EnumerableShardingSpec(metadata)
+    except ValueError as error:  # overlapping shards
+        raise section.error(str(error)) from error
 
 
-def _explicit_shards(section: Section, ranks: list[int], shape: Shape) -> Shards:
+def _explicit_shards(
+    section: Section, sharding_type: str, ranks: list[int], shape: Shape
+) -> Shards:
     shards: Shards = []
     for number, item in enumerate(section.mappings("shards")):
         shard = Section(item, f"{section.where}, shard {number}", ("offset", "size"))
@@ -249,9 +292,13 @@ def _explicit_shards(section: Section, ranks: list[int], shape: Shape) -> Shards
         )
         if not fits:
             raise shard.error(f"offset {offset} and size {size} do not lie in a table of {shape}")
+        if any(size[axis] != shape[axis] for axis in _UNCUT_AXES.get(sharding_type, ())):
+            raise shard.error(f"size {size} is not how {sharding_type} cuts a table of {shape}")
         shards.append((offset, size))
     if len(shards) != len(ranks):
         raise section.error(f"{len(shards)} shards on {len(ranks)} ranks")
+    if sharding_type == ShardingType.TABLE_WISE.value and len(shards) != 1:
+        raise section.error(f"a table_wise table has one shard, found {len(shards)}")
     covered = sum(size[0] * size[1] for _, size in shards)
     if covered != shape[0] * shape[1]:
         raise section.error(

@@ -22,6 +22,7 @@ from torchrec.distributed.types import (
 from .file_entries import (
     ENTRY_KEYS,
     World,
+    device_type,
     entry_from_section,
     entry_to_mapping,
     table_shape,
@@ -147,8 +148,8 @@ def load_plan(path: str | os.PathLike[str], module: nn.Module, world_size: int) 
         )
     world = World(
         world_size,
-        document.text("device") if document.has("device") else None,
-        document.integer("local_world_size") if document.has("local_world_size") else None,
+        device_type(document),
+        _local_world_size(document, world_size),
     )
     tables = model_tables(module)
     modules = Section(document.raw("modules"), f"{path}: modules", tables, "module")
@@ -168,6 +169,17 @@ def load_plan(path: str | os.PathLike[str], module: nn.Module, world_size: int) 
         plan.plan[module_path] = module_plan
         plan.table_shapes[module_path] = _declared_shapes(content)
     return plan
+
+
+def _local_world_size(document: Section, world_size: int) -> int | None:
+    if not document.has("local_world_size"):
+        return None
+    local = document.integer("local_world_size")
+    if local < 1 or world_size % local:
+        raise document.error(
+            f"local_world_size={local} ranks per host do not divide world_size={world_size}"
+        )
+    return local
 
 
 def _declared_shapes(module_content: Section) -> dict[str, tuple[int, int]]:

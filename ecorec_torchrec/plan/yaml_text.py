@@ -17,6 +17,10 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be a name, not a list or mapping", key_node.start_mark
+                )
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key_node.value!r} is given twice", key_node.start_mark
@@ -42,10 +46,14 @@ def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The mapping that a YAML file holds.
 
     Raises:
-        ValueError: not YAML, a key given twice, or not a mapping; the message has file and line.
+        ValueError: not UTF-8, not YAML, a key given twice or that is no name, or not a mapping; the
+            message has the file and, where there is one, the line.
         OSError: the file cannot be read.
     """
-    text = Path(path).read_text(encoding="utf-8")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text in UTF-8: {error}") from error
     try:
         content = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:

@@ -169,6 +169,35 @@ def test_sequence_tables_and_root_module(tmp_path):
             "{kernel: fused, sharding: table_wise, ranks: [0], num_embeddings: 999}",
             "the plan is for num_embeddings=999, the model has num_embeddings=1000",
         ),
+        (
+            "{kernel: tt, sharding: table_wise, ranks: [0, 1], tt: {rank: 8}, shards: "
+            "[{offset: [0, 0], size: [500, 64]}, {offset: [500, 0], size: [500, 64]}]}",
+            r"shard 0: size \[500, 64\] is not how table_wise cuts",
+        ),
+        (
+            "{kernel: fused, sharding: row_wise, shards: "
+            "[{offset: [0, 0], size: [1000, 32]}, {offset: [0, 32], size: [1000, 32]}]}",
+            r"shard 0: size \[1000, 32\] is not how row_wise cuts",
+        ),
+        (
+            "{kernel: fused, sharding: row_wise, shards: "
+            "[{offset: [0, 0], size: [500, 64]}, {offset: [0, 0], size: [500, 64]}]}",
+            "plan.yaml: module 'ebc', table 'users': .* overlap",
+        ),
+        (
+            "{kernel: fused, sharding: row_wise, ranks: [1, 0]}",
+            r"row_wise is on all 2 ranks, in their order, found \[1, 0\]",
+        ),
+        ("{kernel: fused, sharding: data_parallel}", "replicas would part: use `kernel: dense`"),
+        (
+            "{kernel: fused, sharding: table_wise, ranks: [0], device: gpu}",
+            "table 'users': `device`: 'gpu' is no type of device",
+        ),
+        (
+            "{kernel: fused, sharding: table_wise, ranks: [0], device: 'cuda:1'}",
+            "`device`: give the type, 'cuda', found 'cuda:1'",
+        ),
+        ("{[kernel, sharding]: fused}", "plan.yaml:5: a key must be a name"),
         ("{kernel: fused, kernel: dense}", "plan.yaml:5: the key 'kernel' is given twice"),
         ("{kernel: fused", "plan.yaml:6: "),
     ],
@@ -179,6 +208,20 @@ def test_refuses_an_entry_that_does_not_fit(tmp_path, users, message):
 
 
 GOOD = "{kernel: fused, sharding: table_wise, ranks: [0]}"
+
+
+@pytest.mark.parametrize("local_world_size", [0, 3])
+def test_refuses_hosts_that_do_not_make_up_the_world(tmp_path, local_world_size):
+    path = ebc_file(tmp_path, GOOD)
+    path.write_text(f"local_world_size: {local_world_size}\n{path.read_text()}")
+    with pytest.raises(ValueError, match=f"local_world_size={local_world_size} .*world_size=2"):
+        load_plan(path, model(), 2)
+
+
+def test_refuses_what_is_no_text(tmp_path):
+    (tmp_path / "plan.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="plan.yaml: not a text in UTF-8"):
+        load_plan(tmp_path / "plan.yaml", model(), 2)
 
 
 def test_refuses_another_world_size(tmp_path):

@@ -14,7 +14,7 @@ import os
 import random
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -118,14 +118,26 @@ def compile_check(options: CompileOptions) -> list[str]:
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise ValueError("with TRITON_INTERPRET set nothing is compiled: unset it")
     jobs = _jobs(options)
-    rows = [compile_launch(*job) for job in tqdm(jobs, desc="compile", unit="kernel", disable=None)]
-    if options.csv is not None:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        with options.csv.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow([field.name for field in fields(Resources)])
-            writer.writerows([getattr(row, f.name) for f in fields(row)] for row in rows)
-    return [problem for row in rows for problem in _problems(row)]
+    problems = []
+    with _csv_writer(options.csv) as write:
+        for launch, target in tqdm(jobs, desc="compile", unit="kernel", disable=None):
+            row = compile_launch(launch, target)
+            write([getattr(row, field.name) for field in fields(row)])
+            problems += _problems(row)
+    return problems
+
+
+@contextlib.contextmanager
+def _csv_writer(path: Path | None) -> Iterator[Callable[[list], Any]]:
+    """A function that writes a row, as soon as it is there."""
+    if path is None:
+        yield lambda row: None
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", buffering=1) as file:
+        write = csv.writer(file, lineterminator="\n").writerow
+        write([field.name for field in fields(Resources)])
+        yield write
 
 
 def _problems(row: Resources) -> Iterator[str]:

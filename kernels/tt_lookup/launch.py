@@ -107,7 +107,6 @@ def dot_precision(core_dtype: torch.dtype) -> str:
     fp32 cores follow `torch.get_float32_matmul_precision()`: "highest" is "ieee"; the others allow
     "tf32", on AMD "bf16x3" (three products of bf16 halves). For bf16 and fp16 cores the same fast
     forms are exact in the cores and round the other operand to 11 (bf16x3: 16) bits.
-
     """
     if core_dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
         return "ieee"

@@ -5,12 +5,8 @@ Replaces `BatchedDenseEmbeddingBag`, `BatchedFusedEmbeddingBag` and `GroupedPool
 
 from .cores import CoreSlice, GroupableSpec, GroupCores, TableCores
 from .grouped import TTDataParallelPooledEmbeddingsLookup, TTGroupedPooledEmbeddingsLookup
-from .optimizers import (
-    FusedTTOptimizer,
-    GroupKeyedOptimizer,
-    OptimizerSpec,
-    mark_in_backward,
-)
+from .optimizer_spec import OptimizerSpec
+from .optimizers import FusedTTOptimizer, GroupKeyedOptimizer, mark_in_backward
 from .settings import TT_ONLY_SETTINGS, TTSettings
 from .tt_embedding_bag import BatchedFusedTTEmbeddingBag, BatchedTTEmbeddingBag
 

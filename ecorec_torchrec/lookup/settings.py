@@ -14,7 +14,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from ecorec_torchrec.tt import TTSpec
 
 from .cores import GroupableSpec
-from .optimizers import OPTIMIZER_SETTINGS, OptimizerSpec
+from .optimizer_spec import OPTIMIZER_SETTINGS, OptimizerSpec
 
 # `fused_params` that only TT kernels know; FBGEMM's constructors would refuse them.
 TT_ONLY_SETTINGS = frozenset({"tt", "workspace_bytes", "backend"})

@@ -29,7 +29,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
-from ecorec_torchrec.lookup.optimizers import OptimizerSpec
+from ecorec_torchrec.lookup import OptimizerSpec
 
 from .options import TTShardingOption
 from .tt_work import TTWork

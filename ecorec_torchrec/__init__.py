@@ -24,7 +24,7 @@ _PUBLIC_NAMES = {
     "tt_table_wise": "plan",
 }
 
-__all__ = sorted(_PUBLIC_NAMES)  # noqa: PLE0605
+__all__ = sorted(_PUBLIC_NAMES)
 
 try:
     __version__ = version("ecorec-torchrec")
@@ -37,7 +37,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     package = _PUBLIC_NAMES[name]
     if package != "tt":  # the others need TorchRec: say what is wrong with it, and the cure
-        import_module(".errors", __name__).require_torchrec()
+        from .errors import require_torchrec
+
+        require_torchrec()
     value = getattr(import_module(f".{package}", __name__), name)
     globals()[name] = value
     return value

@@ -36,6 +36,7 @@ def to_dense(cores: Sequence[Tensor], spec: TTSpec, out: Tensor | None = None) -
         (N, D), `out` when given. Products are computed in float32, in float64 for such cores.
 
     Raises:
+        TypeError: `out` is not floating point.
         ValueError: shapes of cores or `out` do not fit the spec.
 
     Example::
@@ -51,7 +52,7 @@ def to_dense(cores: Sequence[Tensor], spec: TTSpec, out: Tensor | None = None) -
     elif tuple(out.shape) != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, the table has {shape}")
     elif not out.is_floating_point():
-        raise ValueError(f"out must be floating point, got {out.dtype}")
+        raise TypeError(f"out must be floating point, got {out.dtype}")
     for start, rows_CD in _dense_chunks(cores, spec):
         out[start : start + len(rows_CD)] = rows_CD.to(out)
     return out

@@ -65,7 +65,9 @@ def init_cores_(
             generator of the cores' device when None.
 
     Raises:
-        ValueError: shapes do not fit the spec, `entry_std` is negative, or a number is not finite.
+        TypeError: the cores are not floating point.
+        ValueError: shapes do not fit the spec, `entry_std` is negative, a number is not finite, or
+            `method` is neither of the two.
 
     Source: rank-normalised form of the initialisations in "TT-Rec: Tensor Train Compression for
     Deep Learning Recommendation Models" (MLSys 2021), whose scale leaves the ranks out.

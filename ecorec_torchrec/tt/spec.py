@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -192,11 +193,11 @@ class TTSpec:
         return with_rank(fits if fits < _RANK_ALIGNMENT else fits - fits % _RANK_ALIGNMENT)
 
 
-def _as_int(name: str, value: object) -> int:
+def _as_int(name: str, value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got {value}")
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
 

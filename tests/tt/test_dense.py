@@ -77,7 +77,7 @@ def test_to_dense_refuses() -> None:
         to_dense(_cores(SPECS[3]), spec)
     with pytest.raises(ValueError, match=r"out has shape \(5, 2\), the table has \(6, 2\)"):
         to_dense(_cores(spec), spec, out=torch.empty(5, 2))
-    with pytest.raises(ValueError, match="int64"):
+    with pytest.raises(TypeError, match="int64"):
         to_dense(_cores(spec), spec, out=torch.empty(6, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="one dtype and device"):
         to_dense([_cores(spec)[0], _cores(spec, torch.float32)[1]], spec)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 
 from torchrec.distributed.planner.types import ParameterConstraints
 
@@ -23,7 +25,9 @@ class EcoRecConstraints(ParameterConstraints):
             own. The highest that fits is taken.
 
     Raises:
-        ValueError: `tt` is none of the three, or a rank is below 1.
+        TypeError: `tt_ranks` is no collection of integers.
+        ValueError: `tt` is none of the three, a rank is below 1, or a pooling factor is negative
+            or not finite.
 
     Example::
 
@@ -38,13 +42,35 @@ class EcoRecConstraints(ParameterConstraints):
     tt_ranks: tuple[int, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
+        if isinstance(self.tt_ranks, str) or not isinstance(self.tt_ranks, Iterable):
+            raise TypeError(f"tt_ranks must be integers, such as (16, 32), got {self.tt_ranks!r}")
         self.tt_ranks = tuple(self.tt_ranks)
         if self.tt not in TT_MODES:
             raise ValueError(f"tt={self.tt!r} is none of {', '.join(map(repr, TT_MODES))}")
-        if any(not isinstance(rank, int) or rank < 1 for rank in self.tt_ranks):
+        if any(type(rank) is not int or rank < 1 for rank in self.tt_ranks):
             raise ValueError(f"tt_ranks={self.tt_ranks} must be integers of at least 1")
+        if any(
+            not (math.isfinite(factor) and factor >= 0) for factor in self.pooling_factors or ()
+        ):
+            raise ValueError(f"pooling_factors={self.pooling_factors} must be finite and >= 0")
         if self.tt == "never" and self.tt_ranks:
             raise ValueError(f"tt='never' contradicts tt_ranks={self.tt_ranks}")
+
+    @classmethod
+    def of(cls, constraint: ParameterConstraints | None) -> EcoRecConstraints:
+        """`constraint`, or one that says what TorchRec's kind, or a subclass of it, says."""
+        if isinstance(constraint, EcoRecConstraints):
+            return constraint
+        if constraint is None:
+            return cls()
+        stock = fields(ParameterConstraints)
+        return cls(**{field.name: getattr(constraint, field.name) for field in stock})
+
+    def limits(self) -> str:
+        """What it demands, without the fields that are as by default."""
+        default = EcoRecConstraints()
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ", ".join(f"{k}={v!r}" for k, v in values.items() if v != getattr(default, k))
 
     def __hash__(self) -> int:
         return hash((super().__hash__(), self.tt, self.tt_ranks))

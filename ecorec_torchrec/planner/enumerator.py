@@ -22,6 +22,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from ecorec_torchrec.plan import TT_COMPUTE_KERNEL, TT_SHARDING_TYPES, WHY_TT_IS_NOT_CUT
 from ecorec_torchrec.plan.tables import core_specs, module_dtypes, module_specs
@@ -35,6 +36,7 @@ HOST_KERNELS = (
     EmbeddingComputeKernel.FUSED_UVM.value,
     EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
 )
+_TT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SHARDING_ORDER = {sharding_type.value: i for i, sharding_type in enumerate(ShardingType)}
 
 
@@ -159,6 +161,11 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             for option in stock
             for form in _in_allowed_forms(option, tables[option.fqn], self._constraint(option.name))
         ]
+        found = {option.fqn for option in options}
+        for table in tables.values():
+            if table.fqn not in found:  # a table without options would silently stay unsharded
+                limits = self._constraint(table.name).limits() or "no constraint"
+                raise _impossible(table.name, f"on {self._compute_device}, with {limits}")
         order = {fqn: i for i, fqn in enumerate(tables)}
         options.sort(key=lambda option: (order[option.fqn], *_order_within_table(option)))
         self.populate_estimates(options)
@@ -183,19 +190,28 @@ class EcoRecEnumerator(EmbeddingEnumerator):
                 for name, grandchild in child.named_children():
                     yield from visit(f"{path}.{name}" if path else name, grandchild)
                 return
+            _refuse_nested_cores(path, child, sharder)
             own, cores, dtypes = module_specs(child), core_specs(child), module_dtypes(child)
             for name, weight in sharder.shardable_parameters(child).items():
-                specs, dense = self._forms(name, weight, own.get(name), name in cores)
                 dtype = dtypes.get(name, weight.dtype)
+                specs, dense = self._forms(name, weight, dtype, own.get(name), name in cores)
                 yield PlannedTable(path, name, dtype, sharder, specs, dense)
 
         yield from visit("", module)
 
     def _forms(
-        self, name: str, weight: torch.Tensor, own: TTSpec | None, has_cores: bool
+        self,
+        name: str,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        own: TTSpec | None,
+        has_cores: bool,
     ) -> tuple[tuple[TTSpec, ...], bool]:
         """The TT shapes that a table may have, and whether it may be dense."""
         constraint = self._constraint(name)
+        unfit = _why_not_tt(dtype, constraint)
+        if unfit and (constraint.tt == "always" or (own and constraint.tt != "never")):
+            raise _impossible(name, f"it is to be TT, but {unfit}")
         if own is not None:
             if constraint.tt == "never" and has_cores:
                 raise _impossible(name, "tt='never', but the model holds it as TT cores")
@@ -210,6 +226,9 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             raise _impossible(
                 name, "tt='always', but neither tt_ranks nor the model's config gives it a shape"
             )
+        if unfit and constraint.tt_ranks:
+            warnings.warn(f"table {name!r}: tt_ranks is ignored, {unfit}", stacklevel=2)
+            return (), True
         rows, columns = weight.shape
         suggested = {self._lowered(_suggested(rows, columns, rank)) for rank in constraint.tt_ranks}
         specs = tuple(sorted(suggested, key=lambda spec: (-spec.num_parameters, spec.ranks)))
@@ -223,11 +242,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
 
     def _constraint(self, name: str) -> EcoRecConstraints:
         """The constraint of a table; TorchRec's own kind says nothing about TT."""
-        constraint = (self._constraints or {}).get(name)
-        if isinstance(constraint, EcoRecConstraints):
-            return constraint
-        stock = {} if constraint is None else vars(constraint)
-        return EcoRecConstraints(**stock)
+        return EcoRecConstraints.of((self._constraints or {}).get(name))
 
     def _check(self, table: PlannedTable) -> None:
         """Refuses a table that would have no option, before TorchRec does so without a reason."""
@@ -266,6 +281,28 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             warnings.warn(
                 f"constraints for {', '.join(unknown)} are ignored: no such table to shard",
                 stacklevel=3,
+            )
+
+
+def _why_not_tt(dtype: torch.dtype, constraint: EcoRecConstraints) -> str | None:
+    if dtype not in _TT_DTYPES:
+        return f"cores cannot be stored as {dtype}"
+    output = constraint.output_dtype
+    if output is not None and data_type_to_dtype(output) not in _TT_DTYPES:
+        return f"output_dtype={output} is none that TT lookups have"
+    return None
+
+
+def _refuse_nested_cores(path: str, module: nn.Module, sharder: ModuleSharder[nn.Module]) -> None:
+    """A sharder of TorchRec's for a module around a collection knows dense tables only."""
+    if getattr(sharder, "shards_tt_tables", False):
+        return
+    for child in module.modules():
+        for table in core_specs(child):
+            raise _impossible(
+                table,
+                f"{path!r} is a {type(module).__name__}, whose sharder {type(sharder).__name__} "
+                "shards no TT tables",
             )
 
 

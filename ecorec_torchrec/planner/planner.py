@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 from torch import nn
@@ -74,7 +74,9 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         enumerator: an `EcoRecEnumerator`.
 
     Raises:
-        TypeError: `enumerator` is of another class.
+        TypeError: `enumerator` is of another class; `constraints` is no mapping from table names
+            to `ParameterConstraints`.
+        ValueError: `batch_size` is below 1.
 
     Example::
 
@@ -111,6 +113,9 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
                 f"enumerator must be an EcoRecEnumerator, got {type(enumerator).__name__}: "
                 "TorchRec's does not know TT tables"
             )
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be at least 1")
+        _check_constraints(constraints)
         super().__init__(
             topology=topology,
             batch_size=batch_size,
@@ -230,6 +235,19 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
                 "sharding will refuse: give the sharders fused_params, or use "
                 "apply_optimizer_in_backward",
                 stacklevel=3,
+            )
+
+
+def _check_constraints(constraints: object) -> None:
+    if constraints is None:
+        return
+    if not isinstance(constraints, Mapping):
+        raise TypeError(f"constraints must map table names to constraints, got {constraints!r}")
+    for name, constraint in constraints.items():
+        if not isinstance(constraint, ParameterConstraints):
+            raise TypeError(
+                f"the constraint of table {name!r} must be EcoRecConstraints or TorchRec's "
+                f"ParameterConstraints, got {constraint!r}"
             )
 
 

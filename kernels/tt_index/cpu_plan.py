@@ -109,7 +109,7 @@ class _TableArrays(NamedTuple):
     feature_tables: np.ndarray  # (F,)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)  # unsharded collections have one batch per feature
 def _table_arrays(batch: TableBatch) -> _TableArrays:
     row_factors = np.array(batch.row_factors, np.int64)
     # Python integers: the product of a user's factors may exceed 64 bits before it is refused.

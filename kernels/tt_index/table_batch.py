@@ -161,6 +161,6 @@ def _text(value: tuple | int | str) -> str:
     return repr(value) if isinstance(value, str) else format(value, "d")
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)  # unsharded collections have one batch per feature
 def _from_key(key: str) -> TableBatch:
     return TableBatch(*ast.literal_eval(key))

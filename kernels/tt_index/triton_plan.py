@@ -116,7 +116,7 @@ def _first(flags_L: Tensor) -> Tensor:
     return torch.where(flags.any(), flags.argmax(), -1)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)  # unsharded collections have one batch per feature
 def _table_numbers(key: str, device: torch.device) -> Tensor:
     """`(F, 8)`: what the kernels need to know of the table behind each feature.
 

@@ -118,7 +118,7 @@ def compile_check(options: CompileOptions) -> list[str]:
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise ValueError("with TRITON_INTERPRET set nothing is compiled: unset it")
     jobs = _jobs(options)
-    problems = []
+    problems: list[str] = []
     with _csv_writer(options.csv) as write:
         for launch, target in tqdm(jobs, desc="compile", unit="kernel", disable=None):
             row = compile_launch(launch, target)

@@ -4,12 +4,13 @@ They take the place of `torchrec.modules.embedding_modules.EmbeddingBagCollectio
 are subclasses, and of its table config `EmbeddingBagConfig`.
 """
 
-from .configs import TTEmbeddingBagConfig, check_spec, resolve_specs
+from .configs import TT_DATA_TYPES, TTEmbeddingBagConfig, check_spec, resolve_specs
 from .embedding_bag_collection import TTEmbeddingBagCollection
 from .features import check_features, split_features
 from .tables import TTEmbeddingBag, draw_seed, init_table_cores_
 
 __all__ = [
+    "TT_DATA_TYPES",
     "TTEmbeddingBag",
     "TTEmbeddingBagCollection",
     "TTEmbeddingBagConfig",

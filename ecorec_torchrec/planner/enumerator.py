@@ -24,6 +24,7 @@ from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
+from ecorec_torchrec.modules import TT_DATA_TYPES
 from ecorec_torchrec.plan import TT_COMPUTE_KERNEL, TT_SHARDING_TYPES, WHY_TT_IS_NOT_CUT
 from ecorec_torchrec.plan.tables import core_specs, module_dtypes, module_specs
 from ecorec_torchrec.tt import TTSpec
@@ -36,7 +37,7 @@ HOST_KERNELS = (
     EmbeddingComputeKernel.FUSED_UVM.value,
     EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
 )
-_TT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TT_DTYPES = tuple(data_type_to_dtype(data_type) for data_type in TT_DATA_TYPES)
 _SHARDING_ORDER = {sharding_type.value: i for i, sharding_type in enumerate(ShardingType)}
 
 
@@ -288,7 +289,7 @@ def _why_not_tt(dtype: torch.dtype, constraint: EcoRecConstraints) -> str | None
     if dtype not in _TT_DTYPES:
         return f"cores cannot be stored as {dtype}"
     output = constraint.output_dtype
-    if output is not None and data_type_to_dtype(output) not in _TT_DTYPES:
+    if output is not None and output not in TT_DATA_TYPES:
         return f"output_dtype={output} is none that TT lookups have"
     return None
 

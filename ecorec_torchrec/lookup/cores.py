@@ -94,6 +94,20 @@ class CoreSlice(nn.Parameter):
         elif self.flat.grad is not None:
             self.rows_of(self.flat.grad).copy_(grad)
 
+    def requires_grad_(self, requires_grad: bool = True) -> CoreSlice:
+        """Keeps what is; a change would be one of all tables of the group.
+
+        Raises:
+            ValueError: `requires_grad` is not what it is.
+        """
+        if requires_grad != self.flat.requires_grad:
+            raise ValueError(
+                f"requires_grad of sharded TT cores cannot be set to {requires_grad}, they are "
+                "views of storage that tables share: freeze a table's cores before the model is "
+                "sharded, and evaluate under torch.no_grad()"
+            )
+        return self
+
     @property
     def grad_fn(self) -> None:  # type: ignore[override]
         return None  # nn.Module registers leaves only

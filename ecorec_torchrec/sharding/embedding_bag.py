@@ -63,6 +63,7 @@ from .tables import (
     check_output_types,
     check_ranks,
     resolve_tt_tables,
+    warn_of_frozen,
 )
 
 _ROW_CUT = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
@@ -161,6 +162,7 @@ class ShardedTTEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                         table, specs[table], info.fused_params, data_parallel
                     ).as_fused_params()
                 else:
+                    warn_of_frozen(info)
                     info.fused_params = {
                         name: value
                         for name, value in info.fused_params.items()

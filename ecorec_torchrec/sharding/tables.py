@@ -224,3 +224,21 @@ def check_data_parallel(table: str, weight: nn.Parameter) -> None:
             "data-parallel: step its cores with the optimizer of the dense part",
             stacklevel=2,
         )
+
+
+def warn_of_frozen(info: EmbeddingShardingInfo) -> None:
+    """TorchRec's kernels make parameters of their own, whatever the table's requires_grad says."""
+    if info.param.requires_grad:
+        return
+    data_parallel = info.param_sharding.sharding_type == ShardingType.DATA_PARALLEL.value
+    instead = (
+        "leave it out of the optimizer instead"
+        if data_parallel
+        else "it is stepped in the backward pass; place it data_parallel, and leave it out of the "
+        "optimizer, to freeze it"
+    )
+    warnings.warn(
+        f"requires_grad=False is ignored for the dense table {info.embedding_config.name!r}: "
+        f"{instead}",
+        stacklevel=2,
+    )

@@ -291,6 +291,30 @@ def test_frozen_tables_stay_as_they_are(ranks: RankPool) -> None:
         assert same == ("t_tw" in key)
 
 
+def freeze_dense(rank: int) -> None:
+    names = ("t_tw", "d_tw", "d_dp")
+    ebc = build("argument", names)
+    for name in ("d_tw", "d_dp"):
+        ebc.embedding_bags[name].requires_grad_(False)
+    with pytest.warns(UserWarning) as caught:
+        model = toy.shard(toy.ToyModel(ebc, toy.configs(names)), toy.generators(names, 2))
+    messages = [str(w.message) for w in caught if "requires_grad" in str(w.message)]
+    assert [name for name in names if any(f"dense table {name!r}" in m for m in messages)] == [
+        "d_tw",
+        "d_dp",
+    ]
+    cores = [p for n, p in model.named_parameters() if "tt_cores" in n and p.numel()]
+    assert rank == 0 or cores
+    for core in cores:
+        assert core.requires_grad_(True) is core
+        with pytest.raises(ValueError, match="freeze a table's cores before the model is sharded"):
+            core.requires_grad_(False)
+
+
+def test_freezing_that_has_no_effect_is_told(ranks: RankPool) -> None:
+    ranks.run(freeze_dense)
+
+
 def marked_replicas(rank: int) -> None:
     ebc = build("argument", ("t_dp",))
     apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": 0.1})

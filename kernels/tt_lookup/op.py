@@ -60,7 +60,16 @@ def _engine(name: str) -> ModuleType:
     return torch_grouped
 
 
-@torch.library.custom_op("ecorec::tt_lookup", mutates_args=())
+# Defined by hand, not by `torch.library.custom_op`: that one's autograd flattens and checks all
+# arguments in Python on each call, which costs as much as a small lookup itself.
+_LIBRARY = torch.library.Library("ecorec", "FRAGMENT")
+_LIBRARY.define(
+    "tt_lookup(Tensor[] plan, Tensor[] cores, Tensor? weights, SymInt num_features, bool mean, "
+    "ScalarType output_dtype, SymInt? workspace_bytes, str engine) -> Tensor"
+)
+
+
+@torch.library.impl(_LIBRARY, "tt_lookup", "CompositeExplicitAutograd")
 def _forward(
     plan: list[Tensor],
     cores: list[Tensor],
@@ -82,7 +91,7 @@ def _forward(
     )
 
 
-@_forward.register_fake
+@torch.library.register_fake("ecorec::tt_lookup", lib=_LIBRARY)
 def _(
     plan: list[Tensor],
     cores: list[Tensor],
@@ -146,33 +155,43 @@ def _(
     return wanted
 
 
-def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    plan, cores, weights, *ctx.settings = inputs
-    ctx.num_plan, ctx.num_cores, ctx.has_weights = len(plan), len(cores), weights is not None
-    ctx.save_for_backward(*plan, *cores, *([] if weights is None else [weights]))
+class _TTLookup(torch.autograd.Function):
+    """Plan and settings go in as they are: autograd looks at cores and weights only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: list[Tensor], settings: tuple, weights: Tensor | None, *cores: Tensor
+    ) -> Tensor:
+        ctx.num_plan, ctx.num_cores, ctx.settings = len(plan), len(cores), settings
+        ctx.save_for_backward(*plan, *cores, weights)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.ecorec.tt_lookup(plan, list(cores), weights, *settings)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        *saved, weights = ctx.saved_tensors
+        plan, cores = saved[: ctx.num_plan], saved[ctx.num_plan :]
+        num_features, mean, _, workspace_bytes, engine = ctx.settings
+        _, _, needs_weights, *needs = ctx.needs_input_grad
+        found = torch.ops.ecorec.tt_lookup_backward(
+            grads[0],
+            plan,
+            cores,
+            weights,
+            num_features,
+            mean,
+            any(needs),
+            needs_weights,
+            workspace_bytes,
+            engine,
+        )
+        core_grads = found[: ctx.num_cores] if any(needs) else [None] * ctx.num_cores
+        return None, None, found[-1] if needs_weights else None, *core_grads
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple:
-    saved = list(ctx.saved_tensors)
-    weights = saved.pop() if ctx.has_weights else None
-    plan, cores = saved[: ctx.num_plan], saved[ctx.num_plan :]
-    num_features, mean, _, workspace_bytes, engine = ctx.settings
-    needs_cores, needs_weights = any(ctx.needs_input_grad[1]), bool(ctx.needs_input_grad[2])
-    grads = torch.ops.ecorec.tt_lookup_backward(
-        grad,
-        plan,
-        cores,
-        weights,
-        num_features,
-        mean,
-        needs_cores,
-        needs_weights,
-        workspace_bytes,
-        engine,
-    )
-    weights_grad = grads[-1] if needs_weights else None
-    core_grads = grads[: ctx.num_cores] if needs_cores else [None] * ctx.num_cores
-    return [None] * ctx.num_plan, core_grads, weights_grad, None, None, None, None, None
+@torch.library.impl(_LIBRARY, "tt_lookup", "Autograd")
+def _(plan: list[Tensor], cores: list[Tensor], weights: Tensor | None, *settings: Any) -> Tensor:
+    return _TTLookup.apply(plan, settings, weights, *cores)
 
 
 def _refuse_second_order(ctx: Any, *grads: Any) -> tuple:
@@ -181,7 +200,4 @@ def _refuse_second_order(ctx: Any, *grads: Any) -> tuple:
     )
 
 
-torch.library.register_autograd(
-    "ecorec::tt_lookup", _differentiate, setup_context=_save_for_backward
-)
 torch.library.register_autograd("ecorec::tt_lookup_backward", _refuse_second_order)

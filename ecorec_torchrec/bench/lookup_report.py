@@ -19,9 +19,10 @@ _OURS = ("grouped", "numba")
 _OURS_IN_TORCH = ("grouped", "torch")
 _ECO_REC = ("eco_rec_micro_batched", "numba")
 _ECO_REC_IN_TORCH = ("eco_rec_micro_batched", "torch")
+_ECO_REC_TUNED = ("eco_rec_tuned", "numba")
 _GAINS = (
     ("algorithm, in numba: grouped over EcoRec as published", _ECO_REC, _OURS),
-    ("algorithm, in numba: grouped over EcoRec tuned", ("eco_rec_tuned", "numba"), _OURS),
+    ("algorithm, in numba: grouped over EcoRec tuned", _ECO_REC_TUNED, _OURS),
     ("algorithm, in PyTorch: grouped over EcoRec", _ECO_REC_IN_TORCH, _OURS_IN_TORCH),
     (
         "algorithm, in PyTorch: grouped over EcoRec, M = 1",
@@ -120,8 +121,9 @@ def ratio(run: list[Row], slower: tuple[str, str], faster: tuple[str, str]) -> f
 def write_report(rows: list[Row], path: Path) -> None:
     """Replaces what is below the marker line of a Markdown file by the tables of the rows."""
     head = path.read_text(encoding="utf-8").split(MARKER)[0] if path.exists() else ""
-    parts = [head + MARKER]
-    for run in last_runs(rows):
+    runs = last_runs(rows)
+    parts = [head + MARKER, "", *_summary(runs)]
+    for run in runs:
         parts += ["", f"## {_title(run)}", "", *_gains(run), "", *_cell_table(run)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(parts) + "\n", encoding="utf-8")
@@ -133,6 +135,23 @@ def _title(run: list[Row]) -> str:
         f"{row['id_order']}, {int(row['lookups']):,} lookups, N = {int(row['rows']):,}, "
         f"D = {row['dim']}, r = {row['rank']}, {row['device']}, {row['threads']} thread(s)"
     )
+
+
+def _summary(runs: list[list[Row]]) -> list[str]:
+    """The gains that tell algorithm from engine, a line per cell."""
+    columns = {
+        "algorithm, in numba: over EcoRec as published": (_ECO_REC, _OURS),
+        "algorithm, in numba: over EcoRec tuned": (_ECO_REC_TUNED, _OURS),
+        "algorithm, in PyTorch: over EcoRec": (_ECO_REC_IN_TORCH, _OURS_IN_TORCH),
+        "engine: numba over PyTorch": (_OURS_IN_TORCH, _OURS),
+        "both: over EcoRec in PyTorch": (_ECO_REC_IN_TORCH, _OURS),
+    }
+    lines = ["| cell | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for run in runs:
+        values = [ratio(run, slower, faster) for slower, faster in columns.values()]
+        shown = ["" if value is None else f"{value:.2f}" for value in values]
+        lines.append(f"| {_title(run)} | " + " | ".join(shown) + " |")
+    return lines
 
 
 def _gains(run: list[Row]) -> list[str]:

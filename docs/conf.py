@@ -1,10 +1,10 @@
 """Sphinx configuration: `make docs`."""
 
-from importlib.metadata import version
+import importlib.metadata
 
 project = "ecorec_torchrec"
 author = "the ecorec_torchrec authors"
-release = version("ecorec-torchrec")
+release = importlib.metadata.version("ecorec-torchrec")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 source_suffix = {".md": "markdown"}

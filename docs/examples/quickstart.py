@@ -13,7 +13,7 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -57,7 +57,10 @@ model: nn.Module = DLRMTrain(
 # The plan: dense or TT, table-wise or data-parallel, under the ranks' memory.
 fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
 sharders = get_ecorec_sharders(fused_params)
-topology = Topology(world_size, DEVICE.type, local_world_size=world_size)
+topology = TopologyFactory.create_topology(
+    TrainerConfig(world_size=world_size, local_world_size=world_size),
+    kernel_config=KernelConfig(compute_device=DEVICE.type),
+)
 planner = EcoRecPlanner(topology=topology, batch_size=BATCH_SIZE)
 plan = planner.collective_plan(model, sharders, dist.group.WORLD)
 

@@ -21,6 +21,9 @@ _PACKAGES = (
 
 
 def run(arguments: list[str]) -> None:
+    if arguments and arguments[0] in ("-h", "--help"):
+        print("usage: ecorec env\n\nPrint versions and hardware, for bug reports.")
+        return
     if arguments:
         raise ValueError(f"`ecorec env` takes no options, got {' '.join(arguments)}")
     for name, value in environment().items():

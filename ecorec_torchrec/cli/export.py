@@ -41,5 +41,6 @@ def run(arguments: list[str]) -> None:
     if checkpoint is None:
         raise ValueError(f"--run {options.run}: no checkpoint in {folder / 'checkpoints'}")
     out = Path(options.out) if options.out else folder / f"{options.table}.npy"
+    out.parent.mkdir(parents=True, exist_ok=True)
     shape = export_table(checkpoint, options.table, out)
     print(f"{out}: {shape[0]:,} rows x {shape[1]} columns, from {checkpoint}")

@@ -16,10 +16,12 @@ _COMMANDS = {
     "env": "versions and hardware, for bug reports",
 }
 _USER_ERROR = 2
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs a command; exits with 2 after a mistake of the user, with 1 after a failed run."""
+    """Runs a command; exits with 2 after a mistake of the user, with 1 after a failed run, with
+    130 when interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
@@ -44,6 +46,9 @@ def run_command(run: object, arguments: list[str]) -> None:
     assert callable(run)
     try:
         run(arguments)
+    except KeyboardInterrupt:
+        print("ecorec: interrupted", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
     except RunFailedError as error:
         print(f"ecorec: the run failed: {error}", file=sys.stderr)
         sys.exit(1)
@@ -52,6 +57,11 @@ def run_command(run: object, arguments: list[str]) -> None:
         sys.exit(1)
     except ValueError as error:
         print(f"ecorec: {error}", file=sys.stderr)
+        sys.exit(_USER_ERROR)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        if error.filename is None:  # not a path that the user gave
+            raise
+        print(f"ecorec: {error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(_USER_ERROR)
 
 

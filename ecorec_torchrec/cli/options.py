@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import cleandoc
 from typing import TypeVar
 
 import tyro
@@ -21,12 +22,13 @@ def parse_options(options_type: type[T], arguments: list[str], *, command: str) 
     arguments = list(arguments)
     name = _pop_config(arguments)
     default = load_config(name, options_type) if name is not None else options_type()
+    summary = cleandoc(options_type.__doc__ or "")
     return tyro.cli(
         options_type,
         default=default,
         args=arguments,
         prog=f"ecorec {command} [--config FILE|NAME]",
-        description=f"{options_type.__doc__}\n\nNames: {', '.join(shipped_configs())}.",
+        description=f"{summary}\n\nNames: {', '.join(shipped_configs())}.",
     )
 
 

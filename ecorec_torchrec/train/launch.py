@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 _SHUTDOWN_TIMEOUT_S = 5
 # Errors that a user can mend: their message says it all, and no traceback is shown.
-_PLAIN_ERRORS = ("ValueError", "FloatingPointError")
+_PLAIN_ERRORS = ("ValueError", "FloatingPointError", "FileNotFoundError")
 
 
 class RunFailedError(Exception):
@@ -32,6 +33,7 @@ def launch(config: TrainConfig) -> None:
     Raises:
         RunFailedError: a rank failed (where this call started several); the others have been ended.
         ValueError, FloatingPointError: (with one process, or under torchrun) as of `run`.
+        KeyboardInterrupt: SIGINT or SIGTERM ended the run; the ranks have been ended.
     """
     is_under_torchrun = "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
     if is_under_torchrun and config.nproc not in (1, int(os.environ["LOCAL_WORLD_SIZE"])):
@@ -108,6 +110,7 @@ def _quiet_libraries() -> None:
 
 def _launch_processes(config: TrainConfig) -> None:
     _limit_threads(config.nproc)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import LaunchConfig, elastic_launch
 
@@ -126,11 +129,14 @@ def _launch_processes(config: TrainConfig) -> None:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise RunFailedError(_describe(rank, failure)) from None
+    except SignalException:
+        raise KeyboardInterrupt from None
 
 
 def _worker(config: TrainConfig) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once: the first process tells the user
     record(_run_rank_without_result)(config)
 
 

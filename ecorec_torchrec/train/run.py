@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ecorec_torchrec.kernels.tt_index.op import numba_error
 from ecorec_torchrec.train.config import OptimizerConfig, TrainConfig
 from ecorec_torchrec.train.config_file import dump_config, load_config
 from ecorec_torchrec.train.data import Dataset, load_dataset
 from ecorec_torchrec.train.metrics import Quality
-from ecorec_torchrec.train.model import DENSE, TT, Variant
+from ecorec_torchrec.train.model import DENSE, TT, Variant, tt_specs
 from ecorec_torchrec.train.plots import plot_comparison, plot_metrics
 from ecorec_torchrec.train.report import human_bytes, print_figures
 from ecorec_torchrec.train.run_folder import prepare_run_folder, write_json, write_text
@@ -41,14 +42,23 @@ def run(config: TrainConfig, device: torch.device) -> dict[str, Any]:
     """
     folder = Path(config.output.folder) / config.name
     is_first = dist.get_rank() == 0
+    # Mistakes in the configuration are found before an earlier run is moved aside.
+    dataset = load_dataset(config.data, config.seed)
+    tt_specs(config.tt, dataset.schema, config.model.embedding_dim)
+    if config.plan.file is not None and not Path(config.plan.file).is_file():
+        raise ValueError(f"plan.file={config.plan.file!r} does not exist")
     if is_first:
         prepare_run_folder(folder, resume=config.resume)
         if config.resume:
             _check_same_run(load_config(str(folder / "config.yaml"), TrainConfig), config)
         write_text(folder / "config.yaml", dump_config(config))
-    dataset = load_dataset(config.data, config.seed)
-    if is_first:
         print(f"{config.data.name}: {dataset.describe()}", flush=True)
+        if config.tt.tables and device.type == "cpu" and (why := numba_error()) is not None:
+            print(
+                f"TT lookups run in PyTorch operators, several times slower: {why}; "
+                "install numba for the CPU kernels",
+                flush=True,
+            )
     dist.barrier()
     if config.compare_dense:
         results = _train_with_twins(config, dataset, folder, device)
@@ -185,7 +195,8 @@ def _print_summary(summary: dict[str, Any], results: list[TrainResult], folder: 
         }
         for result in results
     }
-    print_figures(f"{summary['name']}, {summary['world_size']} ranks", figures)
+    num_ranks = summary["world_size"]
+    print_figures(f"{summary['name']}, {num_ranks} rank{'s' if num_ranks > 1 else ''}", figures)
     if "bytes_ratio_dense_to_tt" in summary:
         line = (
             f"TT embeddings are {summary['bytes_ratio_dense_to_tt']:,.0f}x smaller than the dense "

@@ -113,6 +113,8 @@ class Trainer:
         """
         if self._config.resume and (checkpoint := self._checkpoints.newest()) is not None:
             self._progress = load_checkpoint(checkpoint, self.model, self.optimizer)
+            if self._prints:
+                print(f"{self._variant.name}: going on from {checkpoint}", flush=True)
         progress = self._progress
         self._metrics = self._open_metrics()
         while progress.epoch < self._config.train.epochs and not self._is_out_of_steps():

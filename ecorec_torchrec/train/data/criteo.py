@@ -176,7 +176,8 @@ def _find_files(config: DataConfig) -> dict[Split, list[Path]]:
     if root.is_file():
         if any(patterns.values()):
             raise ValueError(
-                f"data.path={config.path!r} is a file; data.criteo.*_files need a folder"
+                f"data.path={config.path!r} is a file, but data.criteo.*_files name files in a "
+                f"folder: --data {root.parent} --data.criteo.train-files {root.name}"
             )
         return {"train": [root], "val": [], "test": []}
     files: dict[Split, list[Path]] = {

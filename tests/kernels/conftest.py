@@ -9,14 +9,9 @@ import torch
 from ecorec_torchrec.kernels.tt_index import TableBatch
 from ecorec_torchrec.kernels.tt_lookup import backends, batched_tt_embedding_bag
 from torch import Tensor
-from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch.nn.functional import embedding_bag
 
 INT_POISON = -1_234_567_891
-
-# Dynamo lists torch's functions once per process, on first use: it must see the real ones, or tests
-# that compile fail after these.
-get_torch_obj_rule_map()
 
 
 @pytest.fixture(autouse=True)

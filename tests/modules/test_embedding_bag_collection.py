@@ -19,6 +19,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from ecorec_torchrec.modules import TTEmbeddingBagCollection, TTEmbeddingBagConfig
+from ecorec_torchrec.testing import RankPool
 from ecorec_torchrec.tt import TTSpec, from_dense, init_cores_, to_dense
 
 ROWS = {"users": 97, "movies": 60, "genders": 3}
@@ -482,7 +483,12 @@ class _FromTensors(nn.Module):
         return self.ebc(features).values()
 
 
-def test_compiles_and_exports_as_one_graph() -> None:
+def test_compiles_and_exports_as_one_graph(ranks: RankPool) -> None:
+    """In a process of its own: Dynamo keeps what it saw of torch while other tests patch it."""
+    ranks.run(_compile_and_export, world_size=1)
+
+
+def _compile_and_export(rank: int) -> None:
     model = _FromTensors(TTEmbeddingBagCollection(_tables(), tt=SPECS))
     batch = torch.tensor([0, 1, 96, 2, 0, 59]), torch.tensor([1, 1, 0, 1, 2, 0, 1, 0])
     expected = model(*batch)

@@ -67,11 +67,12 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
     `EcoRecConstraints` allows `tt_ranks`. Equal input gives an equal plan.
 
     Args:
-        topology, batch_size, storage_reservation, proposer, partitioner, performance_model, stats,
-        constraints, debug, callbacks, timeout_seconds, plan_loader: as TorchRec's. The default
-            reservation keeps back 15 % of HBM; TorchRec's own is known to over-estimate.
-            `proposer` searches under aim 3.
+        topology, batch_size, constraints, debug, callbacks, timeout_seconds: as TorchRec's.
         enumerator: an `EcoRecEnumerator`.
+        storage_reservation: as TorchRec's. The default keeps back 15 % of HBM; TorchRec's own
+            is known to over-estimate.
+        proposer: as TorchRec's; it searches under aim 3.
+        partitioner, performance_model, stats, plan_loader: as TorchRec's.
 
     Raises:
         TypeError: `enumerator` is of another class; `constraints` is no mapping from table names

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ecorec_torchrec.cli import main
+from ecorec_torchrec.cli.main import run_command
 from ecorec_torchrec.cli.options import parse_options
 from ecorec_torchrec.train.config import TrainConfig
 
@@ -55,6 +56,7 @@ def test_help_lists_the_commands_without_loading_torch(tmp_path: Path) -> None:
         (["train", "--config"], "--config needs a file or a name"),
         (["train", "--config=a", "--config=b"], "--config is given twice"),
         (["train", "--config", "synthetic_tiny", "--train.epochs", "0"], "epochs=0 must be >= 1"),
+        (["train", "--plan.file", "nope.yaml"], "plan.file='nope.yaml' does not exist"),
         (["bench", "qualty"], "no benchmark 'qualty'; there are .*quality"),
         (
             ["bench", "quality", "--variants", "dense", "tt_r99"],
@@ -93,18 +95,28 @@ def test_env_reports_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str])
     assert {"python", "torchrec", "triton", "numba", "cpu", "cores"} <= set(report)
 
 
+def test_an_interrupt_is_a_word_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(arguments: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stopped:
+        run_command(run, [])
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "ecorec: interrupted\n"
+
+
 def test_train_then_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     main(["train", *TINY])
     assert "synthetic: 640 rows: train 512, val 64, test 64" in capsys.readouterr().out
-    for table, out in (("sparse_0", None), ("sparse_2", "dense.pt")):
+    for table, out in (("sparse_0", None), ("sparse_2", "exports/dense.pt")):
         options = [] if out is None else ["--out", out]
         main(["export", "--run", "runs/synthetic-tiny", "--table", table, *options])
     weights = np.load("runs/synthetic-tiny/sparse_0.npy")
     assert weights.shape == (1000, 16) and weights.dtype == np.float32
-    assert torch.load("dense.pt").shape == (1000, 16)
+    assert torch.load("exports/dense.pt").shape == (1000, 16)
     with pytest.raises(SystemExit):
         main(["export", "--run", "runs/synthetic-tiny", "--table", "sparse_9"])
     assert "'sparse_9' is not in the checkpoint, which has sparse_0" in capsys.readouterr().err

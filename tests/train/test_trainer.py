@@ -159,6 +159,16 @@ def test_an_earlier_run_is_moved_aside(tmp_path: Path) -> None:
     assert names == {"run": "third", "run.1": "first", "run.2": "second"}
 
 
+def test_a_mistake_moves_no_earlier_run_aside(tiny_config: TrainConfig) -> None:
+    run_alone(tiny_config)
+    tiny_config.tt = replace(tiny_config.tt, tables=("sparse_99",))
+    with pytest.raises(ValueError, match="no table 'sparse_99'"):
+        run_alone(tiny_config)
+    folder = Path(tiny_config.output.folder)
+    assert [path.name for path in folder.iterdir()] == ["tiny"]
+    assert (folder / "tiny" / "summary.json").is_file()
+
+
 def test_only_the_newest_checkpoints_are_kept(tiny_config: TrainConfig) -> None:
     tiny_config.checkpoint = replace(tiny_config.checkpoint, keep=2, every_steps=3)
     run_alone(tiny_config)

@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 STACK ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 NPROC ?= 2
 
-.PHONY: help install demo test test-long check bench docs clean
+.PHONY: help install demo test test-long test-newest check bench docs clean
 
 help:
-	@echo "make install     environment in $(VENV) (STACK=$(STACK); cpu or cuda, found by itself)"
+	@echo "make install     environment in $(VENV) (STACK=$(STACK); cpu, cuda or newest)"
 	@echo "make demo        train a DLRM with TT tables on MovieLens-100K, beside its dense twin"
 	@echo "make test        the test suite, under 15 minutes on 2 cores"
 	@echo "make test-long   the longer proofs too"
+	@echo "make test-newest the test suite on the newest torch and torchrec, in .venv-newest"
 	@echo "make check       ruff, ruff format, mypy on the installed package"
 	@echo "make bench       CPU lookup benchmark and model quality over seeds, CSVs in docs/benchmarks"
 	@echo "make docs        HTML documentation in docs/_build/html"
@@ -27,6 +28,8 @@ $(VENV)/bin/python:
 # --no-deps: the file is the whole environment (requirements/cpu.txt says why).
 $(VENV)/.installed-cpu: $(VENV)/bin/python requirements/cpu.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/cpu.txt
+	@$(BIN)/python -c "import torch" || { echo "requirements/cpu.txt needs the CPU build of torch: \
+		let pip find it in PyTorch's own CPU index, by PIP_EXTRA_INDEX_URL" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
@@ -34,6 +37,10 @@ $(VENV)/.installed-cuda: $(VENV)/bin/python requirements/cuda.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --requirement requirements/cuda.txt
 	$(BIN)/python -m pip install --quiet --no-deps $(shell grep recbole requirements/cpu.txt)
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+$(VENV)/.installed-newest: $(VENV)/.installed-cpu requirements/newest.txt
+	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/newest.txt
 	touch $@
 
 $(VENV)/.installed-dev: install requirements/dev.txt
@@ -48,6 +55,9 @@ test: install
 
 test-long: install
 	$(BIN)/python -m pytest
+
+test-newest:
+	$(MAKE) test STACK=newest VENV=.venv-newest
 
 # mypy cannot follow the editable install's import hook: it checks a plain copy.
 check: $(VENV)/.installed-dev

@@ -43,7 +43,7 @@ _FBGEMM_BETAS = {"beta1": 0.9, "beta2": 0.999}
 OPTIMIZER_SETTINGS = frozenset(
     ["optimizer", "learning_rate", "lr", "eps", "betas", "beta1", "beta2", "momentum"]
     + ["weight_decay", "weight_decay_mode", "lr_decay", "initial_accumulator_value", "dampening"]
-    + ["nesterov", "amsgrad", "maximize", "eta", "max_norm", "gradient_clipping", "max_gradient"]
+    + ["nesterov", "amsgrad", "maximize", "eta", "max_norm"]
     + ["stochastic_rounding", "optimizer_state_dtypes", "counter_based_regularization"]
     + ["cowclip_regularization", "ensemble_mode", "emainplace_mode", "global_weight_decay"]
     + ["extra_optimizer_config"]

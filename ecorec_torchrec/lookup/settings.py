@@ -14,10 +14,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from ecorec_torchrec.tt import TTSpec
 
 from .cores import GroupableSpec
+from .nonfinite import NONFINITE_POLICIES
 from .optimizer_spec import OPTIMIZER_SETTINGS, OptimizerSpec
 
 # `fused_params` that only TT kernels know; FBGEMM's constructors would refuse them.
-TT_ONLY_SETTINGS = frozenset({"tt", "workspace_bytes", "backend"})
+TT_ONLY_SETTINGS = frozenset(
+    {"tt", "workspace_bytes", "backend", "step_in_backward", "nonfinite_gradients"}
+)
 
 _BOUNDS_CHECKS = {
     BoundsCheckMode.FATAL: "fatal",
@@ -33,6 +36,7 @@ _OUTPUT_DTYPES = {
     SparseType.FP16: torch.float16,
     SparseType.BF16: torch.bfloat16,
 }
+_FBGEMM_MAX_GRADIENT = 1.0
 _BACKENDS = ("auto", "triton", "cpu", "reference")
 
 
@@ -42,8 +46,12 @@ class TTSettings:
 
     Args:
         tt: shape of the table.
-        optimizer: stepped in the backward pass; None for data-parallel tables, whose cores belong
-            to the optimizer of the dense part, and where none was given.
+        optimizer: of table-wise tables; None for data-parallel ones, whose cores belong to the
+            optimizer of the dense part, and where none was given.
+        step_in_backward: whether it steps in the backward pass, or else at `step()`.
+        nonfinite_gradients: "ignore", "skip" or "stop", see `NonfiniteGuard`.
+        max_gradient: gradients of the looked-up embeddings are clipped to this value on their way
+            to the cores, as FBGEMM clips those of dense tables; None for no clipping.
         workspace_bytes: bound on what a lookup allocates beside its output; None for no bound.
         backend: "auto", "triton", "cpu" or "reference".
         bounds_check: "fatal" (ids out of range raise), "warning", "ignore" or "none".
@@ -52,6 +60,9 @@ class TTSettings:
 
     tt: GroupableSpec
     optimizer: OptimizerSpec | None = None
+    step_in_backward: bool = True
+    nonfinite_gradients: str = "ignore"
+    max_gradient: float | None = None
     workspace_bytes: int | None = None
     backend: str = "auto"
     bounds_check: str = "fatal"
@@ -64,7 +75,7 @@ class TTSettings:
         """Reads TorchRec's `fused_params` of one table; warns of those that do not apply.
 
         Raises:
-            TypeError: `workspace_bytes` is not an integer.
+            TypeError: `workspace_bytes` is not an integer, or `step_in_backward` no bool.
             ValueError: a value is not supported; the message names the table and the value.
         """
         unused = sorted(fused_params.keys() - _KNOWN)
@@ -85,9 +96,7 @@ class TTSettings:
             raise ValueError(f"TT table {table!r}: backend={backend!r} is not one of {_BACKENDS}")
         return cls(
             tt=GroupableSpec(spec),
-            optimizer=(
-                None if data_parallel else OptimizerSpec.from_fused_params(table, fused_params)
-            ),
+            **({} if data_parallel else _update_settings(table, fused_params)),
             workspace_bytes=workspace_bytes,
             backend=backend,
             bounds_check=_lookup(
@@ -108,7 +117,47 @@ class TTSettings:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-_KNOWN = TT_ONLY_SETTINGS | OPTIMIZER_SETTINGS | {"bounds_check_mode", "output_dtype"}
+_KNOWN = (
+    TT_ONLY_SETTINGS
+    | OPTIMIZER_SETTINGS
+    | {"bounds_check_mode", "output_dtype", "gradient_clipping", "max_gradient"}
+)
+
+
+def _update_settings(table: str, fused_params: Mapping[str, Any]) -> dict[str, Any]:
+    """What speaks of the updates, which for data-parallel tables are the user's own."""
+    step_in_backward = fused_params.get("step_in_backward", True)
+    if type(step_in_backward) is not bool:
+        raise TypeError(
+            f"TT table {table!r}: step_in_backward must be True or False, got {step_in_backward!r}"
+        )
+    nonfinite_gradients = fused_params.get("nonfinite_gradients", "ignore")
+    if nonfinite_gradients not in NONFINITE_POLICIES:
+        raise ValueError(
+            f"TT table {table!r}: nonfinite_gradients={nonfinite_gradients!r} is not one of "
+            f"{NONFINITE_POLICIES}"
+        )
+    return {
+        "optimizer": OptimizerSpec.from_fused_params(table, fused_params),
+        "step_in_backward": step_in_backward,
+        "nonfinite_gradients": nonfinite_gradients,
+        "max_gradient": _max_gradient(table, fused_params),
+    }
+
+
+def _max_gradient(table: str, fused_params: Mapping[str, Any]) -> float | None:
+    if not fused_params.get("gradient_clipping", False):
+        if "max_gradient" in fused_params:
+            warnings.warn(
+                f"TT table {table!r}: max_gradient={fused_params['max_gradient']} is ignored "
+                "without gradient_clipping=True",
+                stacklevel=2,
+            )
+        return None
+    max_gradient = float(fused_params.get("max_gradient", _FBGEMM_MAX_GRADIENT))
+    if not max_gradient > 0:
+        raise ValueError(f"TT table {table!r}: max_gradient={max_gradient} must be > 0")
+    return max_gradient
 
 
 def _lookup(

@@ -106,6 +106,9 @@ class BatchedTTEmbeddingBag(BaseBatchedEmbeddingBag[Tensor]):
             backend=self.settings.backend,
             bounds_check=self.settings.bounds_check,
         )
+        max_gradient = self.settings.max_gradient
+        if max_gradient is not None and pooled.requires_grad:
+            pooled.register_hook(lambda grad: grad.clamp(-max_gradient, max_gradient))
         if torch.is_grad_enabled() and not pooled.requires_grad:
             # Frozen tables: every rank must still take part in the backward all-to-all.
             pooled.requires_grad_()
@@ -167,7 +170,12 @@ class BatchedFusedTTEmbeddingBag(BatchedTTEmbeddingBag, FusedOptimizerModule):
             cores = self._emb_module
             mark_in_backward((*cores.flat, *cores.named_slices().values()), self._optim)
         else:
-            self._optim = FusedTTOptimizer(self._emb_module, optimizer)
+            self._optim = FusedTTOptimizer(
+                self._emb_module,
+                optimizer,
+                step_in_backward=self.settings.step_in_backward,
+                nonfinite_gradients=self.settings.nonfinite_gradients,
+            )
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:

@@ -78,3 +78,32 @@ def test_settings_that_the_optimizer_refuses(setting: dict, reason: str) -> None
 def test_settings_of_fbgemm_that_do_not_apply_are_named() -> None:
     with pytest.warns(UserWarning, match=r"\['cache_load_factor'\] do not apply to TT tables"):
         settings(cache_load_factor=0.2)
+
+
+def test_settings_of_the_update() -> None:
+    assert settings().step_in_backward and settings().nonfinite_gradients == "ignore"
+    found = settings(step_in_backward=False, nonfinite_gradients="skip")
+    assert (found.step_in_backward, found.nonfinite_gradients) == (False, "skip")
+    assert found != settings()  # another group
+
+
+def test_clipping_as_fbgemm_has_it() -> None:
+    """Only with `gradient_clipping`, and then to 1 unless `max_gradient` says otherwise."""
+    assert settings().max_gradient is None
+    assert settings(gradient_clipping=True).max_gradient == 1.0
+    assert settings(gradient_clipping=True, max_gradient=0.1).max_gradient == 0.1
+    with pytest.warns(UserWarning, match="'users': max_gradient=0.1 is ignored without"):
+        assert settings(max_gradient=0.1).max_gradient is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "message"),
+    [
+        ({"step_in_backward": "no"}, TypeError, "'users': step_in_backward must be True or False"),
+        ({"nonfinite_gradients": "raise"}, ValueError, "'users': nonfinite_gradients='raise'"),
+        ({"gradient_clipping": True, "max_gradient": 0.0}, ValueError, "max_gradient=0.0 must be"),
+    ],
+)
+def test_bad_settings_of_the_update_are_refused(setting, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        settings(**setting)

@@ -14,7 +14,7 @@ from ecorec_torchrec.kernels.tt_index.checks import check_layout
 from torch import Tensor
 
 from .backends import choose_engine
-from .dtypes import CORE_DTYPES, accumulate_dtype
+from .dtypes import CORE_DTYPES, accumulate_dtype, without_autocast
 from .op import tt_lookup
 from .products import bmm
 from .reference import tt_lookup_reference
@@ -286,32 +286,33 @@ def _lookup(
     bounds_check: str,
 ) -> Tensor:
     engine = choose_engine(backend, indices_L.device, cores[0].dtype)
-    if engine == "reference":
-        if workspace_bytes is not None:
-            warnings.warn("backend='reference' ignores workspace_bytes", stacklevel=3)
-        return tt_lookup_reference(
-            indices_L,
-            offsets,
+    with without_autocast(indices_L.device.type):
+        if engine == "reference":
+            if workspace_bytes is not None:
+                warnings.warn("backend='reference' ignores workspace_bytes", stacklevel=3)
+            return tt_lookup_reference(
+                indices_L,
+                offsets,
+                cores,
+                batch,
+                weights_L,
+                mean=mean,
+                pooled=pooled,
+                output_dtype=output_dtype,
+                bounds_check=bounds_check,
+            )
+        cores, key = _three_cores(cores, batch)
+        plan = IndexPlan(*torch.ops.ecorec.tt_index(indices_L, offsets, key, bounds_check))
+        return tt_lookup(
+            plan if pooled else plan.unpooled(),
             cores,
-            batch,
             weights_L,
+            num_features=batch.num_features if pooled else 1,
             mean=mean,
-            pooled=pooled,
             output_dtype=output_dtype,
-            bounds_check=bounds_check,
+            workspace_bytes=workspace_bytes,
+            engine=engine,
         )
-    cores, key = _three_cores(cores, batch)
-    plan = IndexPlan(*torch.ops.ecorec.tt_index(indices_L, offsets, key, bounds_check))
-    return tt_lookup(
-        plan if pooled else plan.unpooled(),
-        cores,
-        weights_L,
-        num_features=batch.num_features if pooled else 1,
-        mean=mean,
-        output_dtype=output_dtype,
-        workspace_bytes=workspace_bytes,
-        engine=engine,
-    )
 
 
 def _three_cores(cores: list[Tensor], batch: TableBatch) -> tuple[list[Tensor], str]:

@@ -9,6 +9,8 @@ import torch
 from ecorec_torchrec.kernels.tt_index import IndexPlan
 from torch import Tensor
 
+from .dtypes import without_autocast
+
 ENGINES = ("torch", "numba", "triton")
 
 
@@ -121,17 +123,18 @@ def _backward(
     engine: str,
 ) -> list[Tensor]:
     """The core gradients if wanted, then the weights gradient if wanted."""
-    core_grads, weights_grad = _engine(engine).backward(
-        grad.contiguous(),
-        IndexPlan(*plan),
-        [core.contiguous() for core in cores],
-        None if weights is None else weights.contiguous(),
-        num_features,
-        mean,
-        needs_cores,
-        needs_weights,
-        workspace_bytes,
-    )
+    with without_autocast(grad.device.type):  # a backward pass may run within one
+        core_grads, weights_grad = _engine(engine).backward(
+            grad.contiguous(),
+            IndexPlan(*plan),
+            [core.contiguous() for core in cores],
+            None if weights is None else weights.contiguous(),
+            num_features,
+            mean,
+            needs_cores,
+            needs_weights,
+            workspace_bytes,
+        )
     return [*(core_grads or ()), *(() if weights_grad is None else (weights_grad,))]
 
 

@@ -3,7 +3,11 @@
 import pytest
 import torch
 from ecorec_torchrec.kernels.tt_index import TableBatch
-from ecorec_torchrec.kernels.tt_lookup import batched_tt_embedding, batched_tt_embedding_bag
+from ecorec_torchrec.kernels.tt_lookup import (
+    backends,
+    batched_tt_embedding,
+    batched_tt_embedding_bag,
+)
 from torch.nn.functional import embedding, embedding_bag
 
 from ecorec_torchrec.kernels import tt_embedding, tt_embedding_bag
@@ -134,6 +138,32 @@ def test_weights_of_any_float_type(cores, weight_dtype):
     torch.testing.assert_close(output[0], -1.5 * rows[1] + 2 * rows[2])
     output.sum().backward()
     torch.testing.assert_close(weights.grad, rows.sum(1).to(weight_dtype))
+
+
+@pytest.mark.parametrize("engine", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("num_cores", [2, 3, 4])
+def test_autocast_does_not_reach_the_products(engine, num_cores, monkeypatch):
+    """Autocast would run the matrix products of fp32 cores, and only those, in bf16."""
+    if engine == "torch":
+        monkeypatch.setattr(backends, "numba_error", lambda: "hidden")
+    spec = TTSpec.suggest(90, 16, rank=4, num_cores=num_cores)
+    ids, offsets = torch.randint(90, (40,)), torch.arange(0, 40, 4)
+
+    def run(autocast: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        cores = [torch.randn(shape, requires_grad=True) for shape in spec.core_shapes]
+        backend = "auto" if engine == "torch" else engine
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = tt_embedding_bag(ids, offsets, cores, spec, backend=backend)
+        # PyTorch advises against a backward pass within autocast, yet it happens. Of 4 cores, and
+        # in the reference, autograd itself runs products, which are then in bf16 as any other.
+        own_backward = num_cores < 4 and engine != "reference"
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and own_backward):
+            output.square().sum().backward()
+        return [output, *(core.grad for core in cores)]
+
+    for found, expected in zip(run(True), run(False), strict=True):
+        assert found.dtype is torch.float32 and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

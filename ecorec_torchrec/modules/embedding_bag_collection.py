@@ -19,6 +19,7 @@ from ecorec_torchrec.tt import TTSpec
 
 from .configs import resolve_specs
 from .features import check_features, split_features
+from .quantization import NotQuantizable
 from .tables import TTEmbeddingBag, draw_seed, init_table_cores_
 
 for _function in (
@@ -30,7 +31,7 @@ for _function in (
     torch.fx.wrap(_function)
 
 
-class TTEmbeddingBagCollection(EmbeddingBagCollection):
+class TTEmbeddingBagCollection(NotQuantizable, EmbeddingBagCollection):
     """An `EmbeddingBagCollection` some of whose tables are stored as tensor-train cores.
 
     Input, output and names are TorchRec's: a `KeyedJaggedTensor` with B examples goes in, in any

@@ -19,7 +19,6 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from ecorec_torchrec.modules import TTEmbeddingBagCollection, TTEmbeddingBagConfig
-from ecorec_torchrec.testing import RankPool
 from ecorec_torchrec.tt import TTSpec, from_dense, init_cores_, to_dense
 
 ROWS = {"users": 97, "movies": 60, "genders": 3}
@@ -471,31 +470,6 @@ def test_symbolic_trace() -> None:
     assert torch.equal(traced(features).values(), ebc(features).values())
     with pytest.raises(ValueError, match="are missing"):
         traced(KeyedJaggedTensor(["user"], torch.tensor([1]), lengths=torch.tensor([1])))
-
-
-class _FromTensors(nn.Module):
-    def __init__(self, ebc: TTEmbeddingBagCollection) -> None:
-        super().__init__()
-        self.ebc = ebc
-
-    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
-        features = KeyedJaggedTensor(["gender", "user", "shared", "item"], values, lengths=lengths)
-        return self.ebc(features).values()
-
-
-def test_compiles_and_exports_as_one_graph(ranks: RankPool) -> None:
-    """In a process of its own: Dynamo keeps what it saw of torch while other tests patch it."""
-    ranks.run(_compile_and_export, world_size=1)
-
-
-def _compile_and_export(rank: int) -> None:
-    model = _FromTensors(TTEmbeddingBagCollection(_tables(), tt=SPECS))
-    batch = torch.tensor([0, 1, 96, 2, 0, 59]), torch.tensor([1, 1, 0, 1, 2, 0, 1, 0])
-    expected = model(*batch)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(*batch), expected)
-    exported = torch.export.export(model, batch).module()
-    torch.testing.assert_close(exported(*batch), expected)
 
 
 def test_deduplicated_batches() -> None:

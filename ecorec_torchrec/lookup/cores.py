@@ -120,7 +120,7 @@ class CoreSlice(nn.Parameter):
 
 
 class TableCores(nn.ParameterList):
-    """The K core slices of one table, as users see them under `embedding_bags.<table>.tt_cores`.
+    """The K core slices of one table, as users see them under `<collection>.<table>.tt_cores`.
 
     Conversions that would cut the slices off their storage are refused.
     """

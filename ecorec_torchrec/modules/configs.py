@@ -10,6 +10,7 @@ from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     DataType,
     EmbeddingBagConfig,
+    EmbeddingConfig,
 )
 
 from ecorec_torchrec.tt import TTSpec
@@ -38,6 +39,35 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
 
         TTEmbeddingBagConfig(
             name="users", num_embeddings=1_000_000, embedding_dim=64, feature_names=["user"],
+            tt=TTSpec.suggest(1_000_000, 64, rank=16),
+        )
+    """
+
+    tt: TTSpec | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tt is not None:
+            check_spec(self, self.tt)
+
+
+@dataclass
+class TTEmbeddingConfig(EmbeddingConfig):
+    """An `EmbeddingConfig` that may ask for its table to be stored as tensor-train cores.
+
+    The counterpart of `TTEmbeddingBagConfig` for sequence (unpooled) tables, with the same fields,
+    meanings and errors.
+
+    Args:
+        tt: shape of the table; None for a dense table.
+
+    Raises:
+        TypeError, ValueError: see `TTEmbeddingBagConfig`.
+
+    Example::
+
+        TTEmbeddingConfig(
+            name="items", num_embeddings=1_000_000, embedding_dim=64, feature_names=["history"],
             tt=TTSpec.suggest(1_000_000, 64, rank=16),
         )
     """

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     process_pooled_embeddings,
@@ -18,9 +18,9 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from ecorec_torchrec.tt import TTSpec
 
 from .configs import resolve_specs
-from .features import check_features, split_features
-from .quantization import NotQuantizable
-from .tables import TTEmbeddingBag, draw_seed, init_table_cores_
+from .features import check_features, outside_table, split_features
+from .tables import TTEmbeddingBag
+from .tt_collection import TTCollection
 
 for _function in (
     "check_features",
@@ -31,7 +31,7 @@ for _function in (
     torch.fx.wrap(_function)
 
 
-class TTEmbeddingBagCollection(NotQuantizable, EmbeddingBagCollection):
+class TTEmbeddingBagCollection(TTCollection, EmbeddingBagCollection):
     """An `EmbeddingBagCollection` some of whose tables are stored as tensor-train cores.
 
     Input, output and names are TorchRec's: a `KeyedJaggedTensor` with B examples goes in, in any
@@ -74,6 +74,8 @@ class TTEmbeddingBagCollection(NotQuantizable, EmbeddingBagCollection):
         pooled.values().shape    # (2, 72)
     """
 
+    _table_type = TTEmbeddingBag
+
     def __init__(
         self,
         tables: list[EmbeddingBagConfig],
@@ -82,43 +84,8 @@ class TTEmbeddingBagCollection(NotQuantizable, EmbeddingBagCollection):
         device: torch.device | str | None = None,
     ) -> None:
         specs = resolve_specs(tables, tt)
-        # Dense tables get their memory below; TT tables must never get any.
         super().__init__(tables, is_weighted, torch.device("meta"))
-        self._device = torch.get_default_device() if device is None else torch.device(device)
-        self._tt_specs = specs
-        for config in tables:
-            if config.name in specs:
-                bag = TTEmbeddingBag(config, specs[config.name], self._device)
-                self.embedding_bags[config.name] = bag
-            else:
-                dense = self.embedding_bags[config.name]
-                if config.data_type == DataType.BF16:  # which TorchRec would store as float16
-                    dense.to(torch.bfloat16)
-                dense.to_empty(device=self._device)
-        self.reset_parameters()
-
-    @property
-    def tt_specs(self) -> dict[str, TTSpec]:
-        """The shape of every TT table, by table name, in table order."""
-        return dict(self._tt_specs)
-
-    def reset_parameters(self) -> None:
-        """Draws start values as the table configs ask: `init_fn`, `weight_init_min/max`.
-
-        The seeds of all TT tables are drawn first, in table order; see `draw_seed`.
-        """
-        if self.device.type == "meta":
-            return
-        seeds = {name: draw_seed() for name in self._tt_specs}
-        for config in self.embedding_bag_configs():
-            table = self.embedding_bags[config.name]
-            if isinstance(table, TTEmbeddingBag):
-                cores = list(table.tt_cores)
-                init_table_cores_(cores, table.spec, config, seeds[config.name])
-            else:
-                assert config.init_fn is not None  # the config's __post_init__ sees to it
-                with torch.no_grad():
-                    config.init_fn(table.weight)
+        self._place_tables(specs, device)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pools the rows of every feature.
@@ -174,10 +141,7 @@ def _dense_lookup(
     try:
         return bag(indices_L, offsets, per_sample_weights=weights_L).float()
     except (IndexError, RuntimeError) as error:
-        bad = indices_L[(indices_L < 0) | (indices_L >= bag.num_embeddings)]
-        if bad.numel() == 0:
+        named = outside_table(table_name, feature_name, indices_L, bag.num_embeddings)
+        if named is None:
             raise
-        raise ValueError(
-            f"table {table_name!r}, feature {feature_name!r}: id {int(bad[0])} is outside "
-            f"0..{bag.num_embeddings - 1} ({bad.numel()} such ids)"
-        ) from error
+        raise named from error

@@ -82,6 +82,19 @@ def split_features(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
     }
 
 
+def outside_table(
+    table_name: str, feature_name: str, indices_L: Tensor, num_embeddings: int
+) -> ValueError | None:
+    """What is wrong with the ids of a dense table; None when they all have a row."""
+    bad = indices_L[(indices_L < 0) | (indices_L >= num_embeddings)]
+    if bad.numel() == 0:
+        return None
+    return ValueError(
+        f"table {table_name!r}, feature {feature_name!r}: id {int(bad[0])} is outside "
+        f"0..{num_embeddings - 1} ({bad.numel()} such ids)"
+    )
+
+
 def _num_lengths(features: KeyedJaggedTensor) -> int:
     lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
     if lengths is not None:

@@ -29,8 +29,8 @@ class TTParameterSharding(ParameterSharding):
     """Plan entry of a TT table: a `ParameterSharding` that carries the shape of the cores.
 
     Args:
-        tt: shape of the table; None leaves it to the table's config (`TTEmbeddingBagConfig.tt` or
-            the `tt=` argument of `TTEmbeddingBagCollection`).
+        tt: shape of the table; None leaves it to the table's config (`TTEmbeddingBagConfig.tt`,
+            `TTEmbeddingConfig.tt`) or to the `tt=` argument of its collection.
 
     Example::
 

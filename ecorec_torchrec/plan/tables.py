@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torchrec.distributed.sharding_plan import get_module_to_default_sharders
 from torchrec.modules.embedding_configs import data_type_to_dtype
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollectionInterface,
-    EmbeddingCollectionInterface,
-)
 
+from ecorec_torchrec.modules import table_configs
 from ecorec_torchrec.tt import TTSpec
 
 
@@ -25,8 +21,8 @@ class ModelTable:
         num_embeddings: N.
         embedding_dim: D.
         dtype: storage type of a dense weight or of the TT cores.
-        tt: the shape that the model gives it (`TTEmbeddingBagConfig.tt`, or the `tt=` argument of
-            `TTEmbeddingBagCollection`); None for a dense table.
+        tt: the shape that the model gives it (`tt` of its config, or the `tt=` argument of
+            its collection); None for a dense table.
         has_cores: the module holds TT cores, so the table cannot be planned dense any more.
     """
 
@@ -58,7 +54,7 @@ def model_tables(model: nn.Module) -> dict[str, dict[str, ModelTable]]:
         else:
             sizes = {
                 c.name: (c.num_embeddings, c.embedding_dim, data_type_to_dtype(c.data_type))
-                for c in _configs(module)
+                for c in table_configs(module)
             }
         if sizes:
             specs, cores = module_specs(module), core_specs(module)
@@ -76,23 +72,15 @@ def model_tables(model: nn.Module) -> dict[str, dict[str, ModelTable]]:
 
 def module_specs(module: nn.Module) -> dict[str, TTSpec]:
     """The TT shapes that `module` gives to its tables, by table name; dense tables are left out."""
-    specs = {config.name: getattr(config, "tt", None) for config in _configs(module)}
+    specs = {config.name: getattr(config, "tt", None) for config in table_configs(module)}
     return {name: spec for name, spec in specs.items() if spec is not None} | core_specs(module)
 
 
 def module_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
     """The storage types of the tables of a collection, by table name."""
-    return {config.name: data_type_to_dtype(config.data_type) for config in _configs(module)}
+    return {config.name: data_type_to_dtype(config.data_type) for config in table_configs(module)}
 
 
 def core_specs(module: nn.Module) -> dict[str, TTSpec]:
     """The shapes of the tables that `module` holds as TT cores already, not as a dense weight."""
     return dict(getattr(module, "tt_specs", {}))
-
-
-def _configs(module: nn.Module) -> list[Any]:
-    if isinstance(module, EmbeddingBagCollectionInterface):
-        return list(module.embedding_bag_configs())
-    if isinstance(module, EmbeddingCollectionInterface):
-        return list(module.embedding_configs())
-    return []

@@ -43,3 +43,8 @@ def split_dist_groups(
             key = f"{sharding_type}#{group}" if group else sharding_type
             groups.setdefault(key, []).append(info)
     return groups
+
+
+def sharding_type_of(key: str) -> str:
+    """The sharding type of a dist group's key: "table_wise" for "table_wise#1"."""
+    return key.partition("#")[0]

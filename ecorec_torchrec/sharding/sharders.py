@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
@@ -14,21 +16,80 @@ from torchrec.distributed.types import (
     QuantizedCommCodecs,
     ShardingEnv,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from ecorec_torchrec.modules import TTEmbeddingBagCollection
+from ecorec_torchrec.modules import TTEmbeddingBagCollection, TTEmbeddingCollection
 
 from .dist_groups import NUM_DIST_GROUPS
+from .embedding import ShardedTTEmbeddingCollection
 from .embedding_bag import ShardedTTEmbeddingBagCollection
 from .tables import TablesView
+from .tt_collection import ShardedTTCollection
 
 
-class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+class TTCollectionSharder(BaseEmbeddingSharder[nn.Module]):
+    """What the sharders of pooled and sequence collections share; comes before TorchRec's class.
+
+    `DistributedModelParallel` looks sharders up by the exact type of a module, so a stock
+    collection and ours need an instance each: see `get_ecorec_sharders`.
+
+    Raises:
+        TypeError: `num_dist_groups` is not an integer.
+        ValueError: `num_dist_groups` is below 1.
+    """
+
+    shards_tt_tables = True
+    """Asked by `EcoRecPlanner`. TT is not in `compute_kernels`, where TorchRec's planner, which has
+    no cost model for it, would fail on it."""
+
+    def __init__(
+        self, *args: Any, num_dist_groups: int, module_type: type[nn.Module], **kwargs: Any
+    ) -> None:
+        if type(num_dist_groups) is not int:
+            raise TypeError(f"num_dist_groups must be an integer, got {num_dist_groups!r}")
+        if num_dist_groups < 1:
+            raise ValueError(f"num_dist_groups={num_dist_groups} must be at least 1")
+        super().__init__(*args, **kwargs)
+        self._num_dist_groups = num_dist_groups
+        self._module_type = module_type
+
+    def shard(
+        self,
+        module: nn.Module,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedTTCollection:
+        return self.sharded_module_type(
+            module,
+            params,
+            env,
+            fused_params={**(self.fused_params or {}), NUM_DIST_GROUPS: self._num_dist_groups},
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+            **self._options(),
+        )
+
+    def _options(self) -> dict[str, Any]:
+        """Arguments of the sharded collection that only one kind of collection has."""
+        return {}
+
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """One N x D parameter per table, as planners expect; on the meta device for TT tables."""
+        return TablesView(module).table_parameters()
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        return self._module_type
+
+
+class TTEmbeddingBagCollectionSharder(TTCollectionSharder, EmbeddingBagCollectionSharder):
     """Shards pooled collections some of whose tables may be TT.
 
     Replaces `EmbeddingBagCollectionSharder`, for stock collections whose plan asks for TT tables
-    and for `TTEmbeddingBagCollection`. `DistributedModelParallel` looks sharders up by the exact
-    type of a module, so each of the two types needs its own instance: see `get_ecorec_sharders`.
+    and for `TTEmbeddingBagCollection`.
 
     `torchrec.distributed.shard` lets no parameter change its name, so there only a
     `TTEmbeddingBagCollection`, which has the cores' names already, can have TT tables.
@@ -44,8 +105,7 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             this sharder for.
 
     Raises:
-        TypeError: `num_dist_groups` is not an integer.
-        ValueError: `num_dist_groups` is below 1.
+        TypeError, ValueError: see `TTCollectionSharder`.
 
     Example::
 
@@ -57,10 +117,6 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         sharded = torchrec.distributed.shard.shard(ebc, plan, sharder=sharder)
     """
 
-    shards_tt_tables = True
-    """Asked by `EcoRecPlanner`. TT is not in `compute_kernels`, where TorchRec's planner, which has
-    no cost model for it, would fail on it."""
-
     def __init__(
         self,
         fused_params: dict[str, Any] | None = None,
@@ -68,43 +124,63 @@ class TTEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         num_dist_groups: int = 1,
         module_type: type[EmbeddingBagCollection] = EmbeddingBagCollection,
     ) -> None:
-        if type(num_dist_groups) is not int:
-            raise TypeError(f"num_dist_groups must be an integer, got {num_dist_groups!r}")
-        if num_dist_groups < 1:
-            raise ValueError(f"num_dist_groups={num_dist_groups} must be at least 1")
-        super().__init__(fused_params, qcomm_codecs_registry)
-        self._num_dist_groups = num_dist_groups
-        self._module_type = module_type
-
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedTTEmbeddingBagCollection:
-        return ShardedTTEmbeddingBagCollection(
-            module=module,
-            table_name_to_parameter_sharding=params,
-            env=env,
-            fused_params={**(self.fused_params or {}), NUM_DIST_GROUPS: self._num_dist_groups},
-            device=device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
+        super().__init__(
+            fused_params,
+            qcomm_codecs_registry,
+            num_dist_groups=num_dist_groups,
+            module_type=module_type,
         )
-
-    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        """One N x D parameter per table, as planners expect; on the meta device for TT tables."""
-        return TablesView(module).table_parameters()
-
-    @property
-    def module_type(self) -> type[EmbeddingBagCollection]:
-        return self._module_type
 
     @property
     def sharded_module_type(self) -> type[ShardedTTEmbeddingBagCollection]:
         return ShardedTTEmbeddingBagCollection
+
+
+class TTEmbeddingCollectionSharder(TTCollectionSharder, EmbeddingCollectionSharder):
+    """Shards sequence collections some of whose tables may be TT.
+
+    Replaces `EmbeddingCollectionSharder`, for stock collections whose plan asks for TT tables and
+    for `TTEmbeddingCollection`, as `TTEmbeddingBagCollectionSharder` does for pooled ones.
+
+    Args:
+        fused_params, qcomm_codecs_registry: see `TTEmbeddingBagCollectionSharder`.
+        use_index_dedup: makes ids unique before they travel, as in TorchRec; ignored on the CPU.
+        num_dist_groups, module_type: see `TTEmbeddingBagCollectionSharder`.
+
+    Raises:
+        TypeError, ValueError: see `TTCollectionSharder`.
+
+    Example::
+
+        ec = TTEmbeddingCollection(tables, tt={"items": spec}, device="meta")
+        sharder = TTEmbeddingCollectionSharder(
+            {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.01}
+        )
+        sharded = torchrec.distributed.shard.shard(ec, {"items": tt_table_wise(0)}, sharder=sharder)
+    """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        use_index_dedup: bool = False,
+        num_dist_groups: int = 1,
+        module_type: type[EmbeddingCollection] = EmbeddingCollection,
+    ) -> None:
+        super().__init__(
+            fused_params,
+            qcomm_codecs_registry,
+            use_index_dedup,
+            num_dist_groups=num_dist_groups,
+            module_type=module_type,
+        )
+
+    def _options(self) -> dict[str, Any]:
+        return {"use_index_dedup": self._use_index_dedup}
+
+    @property
+    def sharded_module_type(self) -> type[ShardedTTEmbeddingCollection]:
+        return ShardedTTEmbeddingCollection
 
 
 def get_ecorec_sharders(
@@ -112,11 +188,11 @@ def get_ecorec_sharders(
     qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     num_dist_groups: int = 1,
 ) -> list[ModuleSharder[nn.Module]]:
-    """TorchRec's default sharders, with those of embedding bag collections replaced by ours.
+    """TorchRec's default sharders, with those of pooled and sequence collections replaced by ours.
 
     Args:
         fused_params: see `TTEmbeddingBagCollectionSharder`.
-        qcomm_codecs_registry: quantised communication of the embedding bag collections.
+        qcomm_codecs_registry: quantised communication of these collections.
         num_dist_groups: see `TTEmbeddingBagCollectionSharder`.
 
     Example::
@@ -132,4 +208,14 @@ def get_ecorec_sharders(
         )
         for module_type in (EmbeddingBagCollection, TTEmbeddingBagCollection)
     ]
-    return ours + [s for s in get_default_sharders() if s.module_type is not EmbeddingBagCollection]
+    ours += [
+        TTEmbeddingCollectionSharder(
+            fused_params,
+            qcomm_codecs_registry,
+            num_dist_groups=num_dist_groups,
+            module_type=module_type,
+        )
+        for module_type in (EmbeddingCollection, TTEmbeddingCollection)
+    ]
+    replaced = {sharder.module_type for sharder in ours}
+    return ours + [s for s in get_default_sharders() if s.module_type not in replaced]

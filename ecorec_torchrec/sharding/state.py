@@ -32,7 +32,8 @@ class CoreState:
     """How one core of one table stands in a state dict.
 
     Args:
-        key: its name within the collection, `embedding_bags.<table>.tt_cores.<k>`.
+        key: its name within the collection, `embedding_bags.<table>.tt_cores.<k>` or
+            `embeddings.<table>.tt_cores.<k>`.
         is_local: whether this rank holds its values.
         whole: the ShardedTensor or DTensor that every rank saves; None for a data-parallel core.
     """
@@ -53,7 +54,7 @@ def core_states(
     """The states of one table's K cores.
 
     Args:
-        table_key: `embedding_bags.<table>`.
+        table_key: `embedding_bags.<table>` or `embeddings.<table>`.
         spec: the table's shape.
         dtype: of the cores.
         cores: this rank's; None where another rank owns the table.

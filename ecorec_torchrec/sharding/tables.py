@@ -1,50 +1,46 @@
-"""Which tables of a collection become TT, with what shape and settings; refusals, before any work.
+"""Which tables of a collection become TT, and with what shape; refusals, before any work.
 
 A table is TT when its plan entry has the kernel `customized_kernel`. Its shape comes from the plan
-entry, from the table's config, or from a `TTEmbeddingBagCollection`.
+entry, from the table's config, or from a collection that holds cores.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.types import ParameterSharding, ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
-from ecorec_torchrec.modules import check_spec
+from ecorec_torchrec.modules import check_spec, table_configs, tables_name
 from ecorec_torchrec.plan import TT_COMPUTE_KERNEL, TT_SHARDING_TYPES, WHY_TT_IS_NOT_CUT
 from ecorec_torchrec.plan.tables import core_specs
 from ecorec_torchrec.tt import TTSpec
 
 
-def tt_table_names(
-    module: EmbeddingBagCollectionInterface, plan: Mapping[str, ParameterSharding]
-) -> list[str]:
+def tt_table_names(module: nn.Module, plan: Mapping[str, ParameterSharding]) -> list[str]:
     """The tables whose plan entry asks for TT, in table order."""
-    names = [config.name for config in module.embedding_bag_configs()]
+    names = [config.name for config in table_configs(module)]
     return [n for n in names if n in plan and plan[n].compute_kernel == TT_COMPUTE_KERNEL]
 
 
 def resolve_tt_tables(
-    module: EmbeddingBagCollectionInterface, plan: Mapping[str, ParameterSharding]
+    module: nn.Module, plan: Mapping[str, ParameterSharding]
 ) -> dict[str, TTSpec]:
     """The shape of every TT table, in table order.
 
     Raises:
         ValueError: a table has no plan entry; a TT table has no shape, two shapes, one that does
-            not fit, or a sharding type other than table-wise and data-parallel; or a table of a
-            `TTEmbeddingBagCollection` that holds cores is planned as a dense one.
+            not fit, or a sharding type other than table-wise and data-parallel; or a table
+            that its collection holds as cores is planned as a dense one.
     """
     held = core_specs(module)
     specs: dict[str, TTSpec] = {}
-    for config in module.embedding_bag_configs():
+    for config in table_configs(module):
         if config.name not in plan:
             raise ValueError(f"table {config.name!r} has no entry in the sharding plan")
         entry = plan[config.name]
@@ -90,30 +86,7 @@ def check_ranks(
             )
 
 
-def check_output_types(
-    infos_by_type: Mapping[str, Iterable[EmbeddingShardingInfo]], tables: Set[str]
-) -> None:
-    """Raises ValueError if a TT table would share an all-to-all with outputs of another type.
-
-    Ranks would then wait for unlike numbers of bytes.
-    """
-    for sharding_type, infos in infos_by_type.items():
-        if sharding_type == ShardingType.DATA_PARALLEL.value:
-            continue
-        types = {info.embedding_config.name: _output_type(info) for info in infos}
-        if len(set(types.values())) > 1 and not tables.isdisjoint(types):
-            raise ValueError(
-                f"tables that are sharded {sharding_type} need one output_dtype, since their "
-                f"outputs travel together, got {types}"
-            )
-
-
-def _output_type(info: EmbeddingShardingInfo) -> torch.dtype:
-    found = (info.fused_params or {}).get("output_dtype", torch.float32)
-    return found if isinstance(found, torch.dtype) else found.as_dtype()
-
-
-def _spec(config: EmbeddingBagConfig, entry: ParameterSharding, held: TTSpec | None) -> TTSpec:
+def _spec(config: BaseEmbeddingConfig, entry: ParameterSharding, held: TTSpec | None) -> TTSpec:
     if entry.sharding_type not in TT_SHARDING_TYPES:
         raise ValueError(
             f"TT table {config.name!r} cannot be sharded {entry.sharding_type}: {WHY_TT_IS_NOT_CUT}"
@@ -128,7 +101,7 @@ def _spec(config: EmbeddingBagConfig, entry: ParameterSharding, held: TTSpec | N
         raise ValueError(
             f"table {config.name!r} is planned with the kernel {TT_COMPUTE_KERNEL!r} but has no TT "
             "shape: give one in the plan entry (TTParameterSharding), in the table's config "
-            "(TTEmbeddingBagConfig) or to TTEmbeddingBagCollection"
+            "(TTEmbeddingBagConfig, TTEmbeddingConfig) or to the collection (tt=)"
         )
     if len(set(given.values())) > 1:
         raise ValueError(f"table {config.name!r} is given different TT shapes: {given}")
@@ -142,28 +115,24 @@ class TablesView:
 
     TT tables are stood for by a parameter on the meta device. It bears what
     `apply_optimizer_in_backward` left on the table's own weight or cores, and the optimizer class
-    itself, since TorchRec would turn it into an FBGEMM type, which not all of them have.
+    itself, since TorchRec would turn it into an FBGEMM type, which not all of them have. All but
+    the parameters is the collection's own.
     """
 
     def __init__(
-        self,
-        module: EmbeddingBagCollectionInterface,
-        plan: Mapping[str, ParameterSharding] | None = None,
+        self, module: nn.Module, plan: Mapping[str, ParameterSharding] | None = None
     ) -> None:
         self._module = module
         self._tt_names = {*core_specs(module), *(tt_table_names(module, plan) if plan else ())}
 
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        return self._module.embedding_bag_configs()
-
-    def is_weighted(self) -> bool:
-        return self._module.is_weighted()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
     def table_parameters(self) -> dict[str, nn.Parameter]:
         """Table name -> its N x D parameter."""
         parameters = {}
-        for config in self.embedding_bag_configs():
-            table = self._module.embedding_bags[config.name]
+        for config in table_configs(self._module):
+            table = getattr(self._module, tables_name(self._module))[config.name]
             if config.name in self._tt_names:
                 parameters[config.name] = _stand_in(config, list(table.parameters()))
             else:
@@ -172,13 +141,13 @@ class TablesView:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.table_parameters().items():
-            yield f"embedding_bags.{name}.weight", parameter
+            yield f"{tables_name(self._module)}.{name}.weight", parameter
 
     def state_dict(self) -> dict[str, nn.Parameter]:
         return dict(self.named_parameters())
 
 
-def _stand_in(config: EmbeddingBagConfig, own: list[nn.Parameter]) -> nn.Parameter:
+def _stand_in(config: BaseEmbeddingConfig, own: list[nn.Parameter]) -> nn.Parameter:
     weight = nn.Parameter(torch.empty(config.num_embeddings, config.embedding_dim, device="meta"))
     classes, settings = _optimizer_marks(config.name, own)
     if settings:
@@ -204,41 +173,3 @@ def _optimizer_marks(table: str, own: list[nn.Parameter]) -> tuple[type | None, 
     if not classes:
         return None, {}
     return classes[0], {**settings[0], "optimizer": settings[0].get("optimizer", classes[0])}
-
-
-def check_data_parallel(table: str, weight: nn.Parameter) -> None:
-    """What a data-parallel TT table cannot have: its cores belong to the user's own optimizer.
-
-    Raises:
-        ValueError: the cores are frozen.
-    """
-    settings = getattr(weight, "_optimizer_kwargs", [{}])[0]
-    if settings.get("optimizer") is EmbOptimType.NONE:
-        raise ValueError(
-            f"TT table {table!r} is data-parallel and frozen: leave its cores out of the optimizer "
-            "instead of setting requires_grad, or place it table-wise"
-        )
-    if settings:
-        warnings.warn(
-            f"apply_optimizer_in_backward is ignored for TT table {table!r}, which is "
-            "data-parallel: step its cores with the optimizer of the dense part",
-            stacklevel=2,
-        )
-
-
-def warn_of_frozen(info: EmbeddingShardingInfo) -> None:
-    """TorchRec's kernels make parameters of their own, whatever the table's requires_grad says."""
-    if info.param.requires_grad:
-        return
-    data_parallel = info.param_sharding.sharding_type == ShardingType.DATA_PARALLEL.value
-    instead = (
-        "leave it out of the optimizer instead"
-        if data_parallel
-        else "it is stepped in the backward pass; place it data_parallel, and leave it out of the "
-        "optimizer, to freeze it"
-    )
-    warnings.warn(
-        f"requires_grad=False is ignored for the dense table {info.embedding_config.name!r}: "
-        f"{instead}",
-        stacklevel=2,
-    )

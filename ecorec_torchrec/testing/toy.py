@@ -1,6 +1,7 @@
 """A small model with dense and TT tables of every sharding, for tests on several ranks.
 
-The truth of such a test is the unsharded model in one process, fed with the batches of all ranks.
+The tables are those of a pooled collection, of a sequence collection, or of both. The truth of such
+a test is the unsharded model in one process, fed with the batches of all ranks.
 """
 
 from __future__ import annotations
@@ -24,15 +25,26 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import QuantizedCommCodecs, ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from ecorec_torchrec.modules import TTEmbeddingBagCollection
+from ecorec_torchrec.modules import TTEmbeddingBagCollection, TTEmbeddingCollection
 from ecorec_torchrec.plan import tt_data_parallel, tt_table_wise
-from ecorec_torchrec.sharding import TTEmbeddingBagCollectionSharder, get_ecorec_sharders
+from ecorec_torchrec.sharding import (
+    TTEmbeddingBagCollectionSharder,
+    TTEmbeddingCollectionSharder,
+    get_ecorec_sharders,
+)
 from ecorec_torchrec.tt import TTSpec
 
 DIM = 16
@@ -63,6 +75,8 @@ ROWS = {name: spec.num_embeddings for name, spec in SPECS.items()} | {
     "d_cw": 45,
     "d_dp": 30,
 }
+# On the CPU, FBGEMM pools the rows of data-parallel dense tables of sequence collections.
+SEQUENCE_NAMES = tuple(name for name in ROWS if name != "d_dp")
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.05}
 
 
@@ -85,11 +99,38 @@ def configs(
     ]
 
 
+def sequence_configs(
+    names: Iterable[str] = SEQUENCE_NAMES, tt_data_type: DataType = DataType.FP32
+) -> list[EmbeddingConfig]:
+    """As `configs`, for a sequence collection."""
+    return [
+        EmbeddingConfig(
+            name=name,
+            num_embeddings=ROWS[name],
+            embedding_dim=DIM,
+            feature_names=FEATURES[name],
+            data_type=tt_data_type if name in SPECS else DataType.FP32,
+        )
+        for name in names
+    ]
+
+
+def specs_of(tables: Iterable[BaseEmbeddingConfig]) -> dict[str, TTSpec]:
+    return {table.name: SPECS[table.name] for table in tables if table.name in SPECS}
+
+
 def collection(
     tables: Sequence[EmbeddingBagConfig], is_weighted: bool = False, device: str = "cpu"
 ) -> TTEmbeddingBagCollection:
-    tt = {table.name: SPECS[table.name] for table in tables if table.name in SPECS}
-    return TTEmbeddingBagCollection(list(tables), tt, is_weighted, torch.device(device))
+    return TTEmbeddingBagCollection(
+        list(tables), specs_of(tables), is_weighted, torch.device(device)
+    )
+
+
+def sequence_collection(
+    tables: Sequence[EmbeddingConfig], device: str = "cpu", need_indices: bool = False
+) -> TTEmbeddingCollection:
+    return TTEmbeddingCollection(list(tables), specs_of(tables), torch.device(device), need_indices)
 
 
 def generators(
@@ -164,24 +205,57 @@ def make_batch(
 
 
 class ToyModel(nn.Module):
-    """Pooled embeddings, one linear layer, squared error summed over the batch."""
+    """Embeddings of one or two collections, a linear layer, squared error summed over the batch.
 
-    def __init__(self, ebc: nn.Module, tables: Sequence[EmbeddingBagConfig]) -> None:
+    Args:
+        ebc: pooled collection; None for none.
+        tables: the tables, equally named in both collections.
+        ec: sequence collection; None for none.
+    """
+
+    def __init__(
+        self,
+        ebc: nn.Module | None,
+        tables: Sequence[BaseEmbeddingConfig],
+        ec: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.ebc = ebc
-        counts = [f for table in tables for f in table.feature_names]
-        self.names = [
-            f"{f}@{table.name}" if counts.count(f) > 1 else f
-            for table in tables
-            for f in table.feature_names
-        ]
-        self.linear = nn.Linear(DIM * len(self.names), 1)
+        self.ec = ec
+        self.names = [name for names in get_embedding_names_by_table(tables) for name in names]
+        num_collections = (ebc is not None) + (ec is not None)
+        self.linear = nn.Linear(DIM * len(self.names) * num_collections, 1)
 
     def forward(self, batch: ToyBatch) -> tuple[Tensor, Tensor]:
-        pooled = self.ebc(batch.features)
-        logits = self.linear(torch.cat([pooled[name] for name in self.names], 1)).squeeze(1)
+        parts = []
+        if self.ebc is not None:
+            pooled = self.ebc(batch.features)
+            parts += [pooled[name] for name in self.names]
+        if self.ec is not None:
+            parts.append(weighted_sums(self.ec(batch.features), self.names))
+        logits = self.linear(torch.cat(parts, 1)).squeeze(1)
         loss = ((logits - batch.labels) ** 2).sum() / 8
         return loss.view(1), logits.detach()
+
+
+@torch.fx.wrap
+def weighted_sums(sequences: Mapping[str, JaggedTensor], names: Sequence[str]) -> Tensor:
+    """(B, F * D): per example the sum of its rows, each weighted by its place in the sequence."""
+    sums = []
+    for name in names:
+        rows_LD, lengths_B = sequences[name].values(), sequences[name].lengths().long()
+        examples_L = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
+        starts_B = lengths_B.cumsum(0) - lengths_B
+        places_L = torch.arange(len(rows_LD)) - starts_B[examples_L]
+        weighted_LD = rows_LD / (1 + places_L).unsqueeze(1)
+        sums.append(rows_LD.new_zeros(len(lengths_B), DIM).index_add(0, examples_L, weighted_LD))
+    return torch.cat(sums, 1)
+
+
+def sequence_model(names: Sequence[str] = SEQUENCE_NAMES, device: str = "cpu") -> ToyModel:
+    """A model with a sequence collection of the named tables."""
+    tables = sequence_configs(names)
+    return ToyModel(None, tables, sequence_collection(tables, device))
 
 
 def train_unsharded(
@@ -206,20 +280,27 @@ def shard(
     env: ShardingEnv | None = None,
     qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
 ) -> DistributedModelParallel:
-    """`model` with its collection sharded by `plan` over all ranks."""
-    entries = construct_module_sharding_plan(
-        model.ebc,
-        dict(plan),
-        sharder=TTEmbeddingBagCollectionSharder(),
-        world_size=dist.get_world_size(),
-        local_size=dist.get_world_size(),
-        device_type="cpu",
-    )
+    """`model` with its collections sharded by `plan` over all ranks."""
+    entries = {
+        path: construct_module_sharding_plan(
+            getattr(model, path),
+            dict(plan),
+            sharder=sharder,
+            world_size=dist.get_world_size(),
+            local_size=dist.get_world_size(),
+            device_type="cpu",
+        )
+        for path, sharder in (
+            ("ebc", TTEmbeddingBagCollectionSharder()),
+            ("ec", TTEmbeddingCollectionSharder()),
+        )
+        if getattr(model, path) is not None
+    }
     return DistributedModelParallel(
         model,
         env=env,
         device=torch.device("cpu"),
-        plan=ShardingPlan({"ebc": entries}),
+        plan=ShardingPlan(entries),
         sharders=get_ecorec_sharders(fused_params, qcomm_codecs_registry, num_dist_groups),
     )
 

@@ -48,11 +48,14 @@ class Case:
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
     truth: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
     num_dist_groups: int = 1
+    sequence: bool = False
 
     def make_optimizer(self, params: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=LR)
 
     def model(self, device: str = "cpu") -> toy.ToyModel:
+        if self.sequence:
+            return toy.sequence_model(self.names, device)
         tables = toy.configs(self.names, self.pooling)
         return toy.ToyModel(toy.collection(tables, self.is_weighted, device), tables)
 
@@ -100,6 +103,25 @@ CASES = {
         optimizer=lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-4),
     ),
     "dist_groups": Case(num_dist_groups=3),
+    "sequence": Case(names=toy.SEQUENCE_NAMES, sequence=True),
+    "sequence_four_ranks": Case(
+        names=toy.SEQUENCE_NAMES, world_size=4, sequence=True, ids=torch.int32
+    ),
+    "sequence_one_process": Case(names=toy.SEQUENCE_NAMES, world_size=1, sequence=True),
+    "sequence_uneven": Case(
+        names=("t_tw", "t_tw2", "t_q", "t_dp", "d_tw"),
+        world_size=4,
+        batch_sizes=(5, 1, 7, 2),
+        sequence=True,
+        max_length=1,
+    ),
+    "sequence_adam_in_groups": Case(
+        names=("t_tw", "t_tw2", "t_q", "t_dp", "t_dp2"),
+        fused_params=(("optimizer", EmbOptimType.ADAM), ("learning_rate", 0.01), ("eps", 1e-4)),
+        optimizer=lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-4),
+        num_dist_groups=3,
+        sequence=True,
+    ),
     "settings_of_tt_tables_beside_dense_ones": Case(
         fused_params=tuple(
             (toy.SGD | {"workspace_bytes": 1 << 20, "backend": "reference"}).items()

@@ -25,14 +25,19 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ecorec_torchrec.modules import TTEmbeddingBagCollection, TTEmbeddingBagConfig
+from ecorec_torchrec.modules import (
+    TTEmbeddingBagCollection,
+    TTEmbeddingBagConfig,
+    TTEmbeddingCollection,
+)
 from ecorec_torchrec.plan import tt_data_parallel, tt_table_wise
 from ecorec_torchrec.sharding import (
     ShardedTTEmbeddingBagCollection,
     TTEmbeddingBagCollectionSharder,
+    TTEmbeddingCollectionSharder,
     get_ecorec_sharders,
 )
 from ecorec_torchrec.testing import RankPool, toy
@@ -403,10 +408,13 @@ def test_quantised_communication(ranks: RankPool) -> None:
         assert not torch.equal(rounded, exact)
 
 
-def test_sharders_are_the_default_ones_but_for_embedding_bag_collections() -> None:
+def test_sharders_are_the_default_ones_but_for_pooled_and_sequence_collections() -> None:
     ours = {s.module_type: s for s in get_ecorec_sharders(toy.SGD, num_dist_groups=2)}
     assert ours.keys() == {s.module_type for s in get_default_sharders()} | {
-        TTEmbeddingBagCollection
+        TTEmbeddingBagCollection,
+        TTEmbeddingCollection,
     }
     for module_type in (EmbeddingBagCollection, TTEmbeddingBagCollection):
         assert isinstance(ours[module_type], TTEmbeddingBagCollectionSharder)
+    for module_type in (EmbeddingCollection, TTEmbeddingCollection):
+        assert isinstance(ours[module_type], TTEmbeddingCollectionSharder)

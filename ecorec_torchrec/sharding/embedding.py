@@ -1,0 +1,124 @@
+"""Sharded sequence collections with TT tables."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.types import (
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingType,
+)
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
+
+from .dist_groups import sharding_type_of
+from .infos import settle_infos
+from .shardings import TTDpSequenceEmbeddingSharding, TTTwSequenceEmbeddingSharding
+from .tables import TablesView, resolve_tt_tables
+from .tt_collection import ShardedTTCollection
+
+
+class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollection):
+    """A `ShardedEmbeddingCollection` some of whose tables are TT, table-wise or data-parallel.
+
+    The sequence counterpart of `ShardedTTEmbeddingBagCollection`: cores are named
+    `embeddings.<table>.tt_cores.<k>`, dense tables keep every sharding TorchRec has, and, as in
+    TorchRec, a collection that has values keeps those of its dense tables too. For arguments and
+    errors see `ShardedTTCollection`.
+
+    `use_index_dedup` is TorchRec's: ids are made unique before they travel. FBGEMM has no kernel
+    for it on the CPU, where it is ignored; the numbers are the same.
+    """
+
+    _tables_name = "embeddings"
+    _configs_name = "_embedding_configs"
+    _embedding_configs: list[EmbeddingConfig]
+    _use_index_dedup: bool
+    _use_gather_select_per_sharding: dict[str, bool] | None
+
+    def __init__(
+        self,
+        module: EmbeddingCollection,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(module, table_name_to_parameter_sharding, env, *args, **kwargs)
+        if self._use_index_dedup and self._device is not None and self._device.type == "cpu":
+            warnings.warn(
+                "use_index_dedup=True is ignored: FBGEMM has no kernel for it on the CPU",
+                stacklevel=2,
+            )
+            self._use_index_dedup = False
+        per_type = self._use_gather_select_per_sharding or {}
+        self._use_gather_select_per_sharding = {
+            key: per_type[sharding_type_of(key)]
+            for key in self._sharding_types
+            if sharding_type_of(key) in per_type
+        }
+        if module.device.type != "meta":
+            dense = [f"embeddings.{n}.weight" for n in self._table_names if n not in self._tt_specs]
+            values = module.state_dict()
+            self.load_state_dict({name: values[name] for name in dense}, strict=False)
+
+    def _as_stock(self, module: EmbeddingCollection) -> EmbeddingCollection:
+        """Without values: TorchRec would load a `weight` of every table, which TT ones lack."""
+        shallow = copy.copy(module)
+        shallow._device = torch.device("meta")
+        return shallow
+
+    @classmethod
+    def create_grouped_sharding_infos(
+        cls,
+        module: nn.Module,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        fused_params: dict[str, Any] | None,
+    ) -> dict[str, list[EmbeddingShardingInfo]]:
+        plan = table_name_to_parameter_sharding
+        specs = resolve_tt_tables(module, plan)
+        infos = super().create_grouped_sharding_infos(TablesView(module, plan), plan, fused_params)
+        return settle_infos(infos, specs)
+
+    @classmethod
+    def create_embedding_sharding(
+        cls,
+        sharding_type: str,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> EmbeddingSharding:
+        sharding_type = sharding_type_of(sharding_type)
+        kernels = [info.param_sharding.compute_kernel for info in sharding_infos]
+        if TT_COMPUTE_KERNEL not in kernels:
+            return super().create_embedding_sharding(
+                sharding_type, sharding_infos, env, device, qcomm_codecs_registry
+            )
+        if sharding_type == ShardingType.DATA_PARALLEL.value:
+            return TTDpSequenceEmbeddingSharding(sharding_infos, env, device)
+        assert sharding_type == ShardingType.TABLE_WISE.value
+        return TTTwSequenceEmbeddingSharding(
+            sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry
+        )
+
+    def _shardings(self) -> Iterable[EmbeddingSharding]:
+        return self._sharding_type_to_sharding.values()
+
+    def _embeddings(self, output: dict[str, JaggedTensor]) -> Iterable[Tensor]:
+        return [feature.values() for feature in output.values()]
+
+    def _embedding_dim_for_sharding_type(self, sharding_type: str) -> int:
+        return super()._embedding_dim_for_sharding_type(sharding_type_of(sharding_type))

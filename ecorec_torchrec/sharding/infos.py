@@ -1,0 +1,112 @@
+"""What every table's kernel is told, and in which dist group the table is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Set
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.types import ShardingType
+
+from ecorec_torchrec.lookup import TT_ONLY_SETTINGS, TTSettings
+from ecorec_torchrec.tt import TTSpec
+
+from .dist_groups import NUM_DIST_GROUPS, split_dist_groups
+
+
+def settle_infos(
+    infos_by_type: dict[str, list[EmbeddingShardingInfo]], specs: Mapping[str, TTSpec]
+) -> dict[str, list[EmbeddingShardingInfo]]:
+    """TorchRec's infos, dealt out to dist groups, with the `fused_params` that each kernel takes.
+
+    Those of TT tables become `TTSettings`, those of dense ones lose what only TT kernels know.
+
+    Raises:
+        TypeError, ValueError: a setting of a TT table is not supported; a data-parallel one is
+            frozen; or outputs of unlike types would travel together.
+    """
+    num_dist_groups = 1
+    for sharding_type, infos in infos_by_type.items():
+        data_parallel = sharding_type == ShardingType.DATA_PARALLEL.value
+        for info in infos:
+            table, fused_params = info.embedding_config.name, dict(info.fused_params or {})
+            num_dist_groups = fused_params.pop(NUM_DIST_GROUPS, 1)
+            if table in specs:
+                if data_parallel:
+                    _check_data_parallel(table, info.param)
+                info.fused_params = TTSettings.from_fused_params(
+                    table, specs[table], fused_params, data_parallel
+                ).as_fused_params()
+            else:
+                _warn_of_frozen(info)
+                info.fused_params = {
+                    name: value
+                    for name, value in fused_params.items()
+                    if name not in TT_ONLY_SETTINGS
+                }
+    _check_output_types(infos_by_type, specs.keys())
+    return split_dist_groups(infos_by_type, num_dist_groups)
+
+
+def _check_output_types(
+    infos_by_type: Mapping[str, Iterable[EmbeddingShardingInfo]], tables: Set[str]
+) -> None:
+    """Raises ValueError if a TT table would share an all-to-all with outputs of another type.
+
+    Ranks would then wait for unlike numbers of bytes.
+    """
+    for sharding_type, infos in infos_by_type.items():
+        if sharding_type == ShardingType.DATA_PARALLEL.value:
+            continue
+        types = {info.embedding_config.name: _output_type(info) for info in infos}
+        if len(set(types.values())) > 1 and not tables.isdisjoint(types):
+            raise ValueError(
+                f"tables that are sharded {sharding_type} need one output_dtype, since their "
+                f"outputs travel together, got {types}"
+            )
+
+
+def _output_type(info: EmbeddingShardingInfo) -> torch.dtype:
+    found = (info.fused_params or {}).get("output_dtype", torch.float32)
+    return found if isinstance(found, torch.dtype) else found.as_dtype()
+
+
+def _check_data_parallel(table: str, weight: nn.Parameter) -> None:
+    """What a data-parallel TT table cannot have: its cores belong to the user's own optimizer.
+
+    Raises:
+        ValueError: the cores are frozen.
+    """
+    settings = getattr(weight, "_optimizer_kwargs", [{}])[0]
+    if settings.get("optimizer") is EmbOptimType.NONE:
+        raise ValueError(
+            f"TT table {table!r} is data-parallel and frozen: leave its cores out of the optimizer "
+            "instead of setting requires_grad, or place it table-wise"
+        )
+    if settings:
+        warnings.warn(
+            f"apply_optimizer_in_backward is ignored for TT table {table!r}, which is "
+            "data-parallel: step its cores with the optimizer of the dense part",
+            stacklevel=2,
+        )
+
+
+def _warn_of_frozen(info: EmbeddingShardingInfo) -> None:
+    """TorchRec's kernels make parameters of their own, whatever the table's requires_grad says."""
+    if info.param.requires_grad:
+        return
+    data_parallel = info.param_sharding.sharding_type == ShardingType.DATA_PARALLEL.value
+    instead = (
+        "leave it out of the optimizer instead"
+        if data_parallel
+        else "it is stepped in the backward pass; place it data_parallel, and leave it out of the "
+        "optimizer, to freeze it"
+    )
+    warnings.warn(
+        f"requires_grad=False is ignored for the dense table {info.embedding_config.name!r}: "
+        f"{instead}",
+        stacklevel=2,
+    )

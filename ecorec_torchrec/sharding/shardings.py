@@ -1,0 +1,71 @@
+"""TorchRec's shardings with TT tables among the dense ones: only the lookup is another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torchrec.distributed.embedding_sharding import BaseEmbeddingLookup, EmbeddingSharding
+from torchrec.distributed.embedding_types import BaseGroupedFeatureProcessor
+from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+
+from ecorec_torchrec.lookup import (
+    TTDataParallelEmbeddingsLookup,
+    TTDataParallelPooledEmbeddingsLookup,
+    TTGroupedEmbeddingsLookup,
+    TTGroupedPooledEmbeddingsLookup,
+)
+
+
+class _TTSharding(EmbeddingSharding):
+    _lookup_type: ClassVar[type[BaseEmbeddingLookup]]
+    _lookup_options: ClassVar[Mapping[str, Any]] = {}
+
+    def create_lookup(
+        self,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: BaseGroupedFeatureProcessor | None = None,
+    ) -> BaseEmbeddingLookup:
+        options = dict(self._lookup_options)
+        if (
+            feature_processor is not None
+        ):  # pooled ones only: sequence lookups have no such argument
+            options["feature_processor"] = feature_processor
+        return self._lookup_type(
+            grouped_configs=self._grouped_embedding_configs,
+            pg=self._env.process_group,
+            device=device if device is not None else self._device,
+            env=self._env,
+            **options,
+        )
+
+
+class TTTwPooledEmbeddingSharding(_TTSharding, TwPooledEmbeddingSharding):
+    """Table-wise: every table on one rank. Replaces `TwPooledEmbeddingSharding`."""
+
+    _lookup_type = TTGroupedPooledEmbeddingsLookup
+
+
+class TTDpPooledEmbeddingSharding(_TTSharding, DpPooledEmbeddingSharding):
+    """Data-parallel: every table on every rank. Replaces `DpPooledEmbeddingSharding`."""
+
+    _lookup_type = TTDataParallelPooledEmbeddingsLookup
+    # As in TorchRec: DDP divides the gradients of data-parallel tables itself.
+    _lookup_options: ClassVar[Mapping[str, Any]] = {"scale_weight_gradients": False}
+
+
+class TTTwSequenceEmbeddingSharding(_TTSharding, TwSequenceEmbeddingSharding):
+    """The sequence counterpart of `TTTwPooledEmbeddingSharding`."""
+
+    _lookup_type = TTGroupedEmbeddingsLookup
+
+
+class TTDpSequenceEmbeddingSharding(_TTSharding, DpSequenceEmbeddingSharding):
+    """The sequence counterpart of `TTDpPooledEmbeddingSharding`."""
+
+    _lookup_type = TTDataParallelEmbeddingsLookup

@@ -1,0 +1,286 @@
+"""What sharded collections with TT tables share, pooled and sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_sharding import EmbeddingSharding
+from torchrec.distributed.embedding_types import (
+    EmbeddingComputeKernel,
+    KJTList,
+    ShardedEmbeddingModule,
+)
+from torchrec.distributed.sharding.dp_sharding import BaseDpEmbeddingSharding
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingEnv2D,
+)
+from torchrec.modules.embedding_configs import data_type_to_dtype
+from torchrec.optim.fused import EmptyFusedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from ecorec_torchrec.lookup import (
+    CoreSlice,
+    FusedTTKernel,
+    TableCores,
+    TTKernel,
+    mark_in_backward,
+)
+from ecorec_torchrec.modules import (
+    TTCollection,
+    check_features,
+    draw_seed,
+    init_table_cores_,
+)
+from ecorec_torchrec.tt import TTSpec
+
+from .state import CoreState, add_whole_cores, core_states, take_local_cores
+from .tables import check_ranks, resolve_tt_tables
+
+
+class ShardedTTCollection(ShardedEmbeddingModule):
+    """A sharded collection some of whose tables are TT; comes before TorchRec's class.
+
+    It holds the cores: registers them under the names that they have unsharded, gives them start
+    values, saves and loads them, and stops what TT tables cannot do.
+
+    Args:
+        module: the collection. Cores of one of our collections are kept if they have values; others
+            are drawn.
+        table_name_to_parameter_sharding: the plan of this collection.
+        env: the ranks.
+        args, kwargs: as TorchRec's class; `fused_params` with `workspace_bytes`, `backend` and
+            `num_dist_groups` on top.
+
+    Raises:
+        ValueError: see `resolve_tt_tables`; an optimizer or setting that is not supported.
+        NotImplementedError: TT tables under 2D parallelism.
+    """
+
+    _tables_name: str
+    """The attribute that holds the tables, by which parameter names begin."""
+    _configs_name: str
+    """The attribute that holds the table configs."""
+    _is_weighted = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        tt_specs = resolve_tt_tables(module, table_name_to_parameter_sharding)
+        if tt_specs and isinstance(env, ShardingEnv2D):
+            raise NotImplementedError(
+                f"TT tables {list(tt_specs)}: 2D parallelism is not supported"
+            )
+        check_ranks(table_name_to_parameter_sharding, tt_specs, env.world_size)
+        self._tt_specs = tt_specs
+        self._input_keys: list[str] | None = None
+        # Seeds come before TorchRec's own initialisation, which draws numbers for the tables of
+        # this rank only: so they do not depend on the placement.
+        self._seeds = None if has_cores(module) else {name: draw_seed() for name in tt_specs}
+        stock = self._as_stock(module)
+        super().__init__(stock, table_name_to_parameter_sharding, env, *args, **kwargs)
+        self._untrainable = self._tables_without_optimizer()
+        if has_cores(module):
+            self._copy_cores(module)
+
+    def _as_stock(self, module: nn.Module) -> nn.Module:
+        """The collection as TorchRec's constructor is given it."""
+        return module
+
+    def _shardings(self) -> Iterable[EmbeddingSharding]:
+        """TorchRec's shardings, in the order of the lookups."""
+        raise NotImplementedError
+
+    def _embeddings(self, output: Any) -> Iterable[Tensor]:
+        """The tensors of an output that carry gradients."""
+        raise NotImplementedError
+
+    # Cores and their start values
+
+    def _initialize_torch_state(self, skip_registering: bool = False) -> None:
+        super()._initialize_torch_state(skip_registering)
+        local_cores = self._local_cores()
+        tables = getattr(self, self._tables_name)
+        self._core_states: list[CoreState] = []
+        for name, spec in self._tt_specs.items():
+            cores = local_cores.get(name)
+            dtype = data_type_to_dtype(self._table_name_to_config[name].data_type)
+            tables[name].tt_cores = TableCores(cores or _placeholders(spec, dtype))
+            self._core_states += core_states(
+                f"{self._tables_name}.{name}",
+                spec,
+                dtype,
+                cores,
+                self.module_sharding_plan[name],
+                self._env,
+            )
+        if self._tt_specs and not skip_registering:
+            self._register_state_dict_hook(_add_whole_cores)
+            self._register_load_state_dict_pre_hook(_take_local_cores, with_module=True)
+
+    def reset_parameters(self) -> None:
+        """Draws start values as the table configs ask; equal random state gives equal cores."""
+        seeds = self._seeds or {name: draw_seed() for name in self._tt_specs}
+        self._seeds = None
+        with self._dense_tables_only():
+            super().reset_parameters()
+        if self._device is not None and self._device.type == "meta":
+            return
+        for name, cores in self._local_cores().items():
+            config = self._table_name_to_config[name]
+            init_table_cores_(cores, self._tt_specs[name], config, seeds[name])
+        self._broadcast_data_parallel()
+
+    @contextmanager
+    def _dense_tables_only(self) -> Iterator[None]:
+        """TorchRec's `reset_parameters` expects a `weight` of every table it knows."""
+        configs = getattr(self, self._configs_name)
+        setattr(self, self._configs_name, [c for c in configs if c.name not in self._tt_specs])
+        try:
+            yield
+        finally:
+            setattr(self, self._configs_name, configs)
+
+    @torch.no_grad()
+    def _copy_cores(self, module: TTCollection) -> None:
+        tables = getattr(module, self._tables_name)
+        for name, cores in self._local_cores().items():
+            if name not in module.tt_specs:  # dense in the collection, TT by the plan
+                continue
+            for core, source in zip(cores, tables[name].tt_cores, strict=True):
+                core.copy_(source)
+        self._broadcast_data_parallel()
+
+    def _broadcast_data_parallel(self) -> None:
+        group = self._env.process_group
+        if group is None:
+            return
+        for kernel in self._tt_kernels():
+            if not isinstance(kernel, FusedTTKernel):
+                for flat in kernel.emb_module.flat:
+                    dist.broadcast(flat.detach(), dist.get_global_rank(group, 0), group)
+
+    def _tt_kernels(self) -> Iterator[TTKernel]:
+        for lookup in self._lookups:
+            while isinstance(lookup, DistributedDataParallel):
+                lookup = lookup.module
+            for kernel in lookup._emb_modules:
+                if isinstance(kernel, TTKernel):
+                    yield kernel
+
+    def _local_cores(self) -> dict[str, list[CoreSlice]]:
+        return {
+            name: cores
+            for kernel in self._tt_kernels()
+            for name, cores in kernel.emb_module.tables.items()
+        }
+
+    # Input, and what stops a backward pass
+
+    def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        """As TorchRec's, after checks that would else fail within or after a collective.
+
+        Raises:
+            TypeError, ValueError: the input is broken, see `check_features`; or its features come
+                in another order than in the first batch.
+            NotImplementedError: variable batch sizes per feature with TT tables.
+        """
+        if not isinstance(features, TensorDict):  # which TorchRec makes a KeyedJaggedTensor
+            features = self._checked(features)
+        return super().input_dist(ctx, features)
+
+    def _checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        names = [name for c in getattr(self, self._configs_name) for name in c.feature_names]
+        features = check_features(features, names, self._is_weighted)
+        if self._tt_specs and features.variable_stride_per_key():
+            raise NotImplementedError(
+                f"TT tables {list(self._tt_specs)}: variable batch sizes per feature are not "
+                "supported"
+            )
+        if self._input_keys is None:
+            self._input_keys = list(features.keys())
+        elif self._input_keys != features.keys():
+            raise ValueError(
+                f"features must come in the order of the first batch, {self._input_keys}, got "
+                f"{features.keys()}"
+            )
+        return features
+
+    def _tables_without_optimizer(self) -> list[str]:
+        """Of all ranks, since all of them must stop together."""
+        found = {
+            table.name
+            for sharding in self._shardings()
+            if not isinstance(sharding, BaseDpEmbeddingSharding)
+            for table in sharding.embedding_tables()
+            if table.compute_kernel is EmbeddingComputeKernel.CUSTOMIZED_KERNEL
+            and table.fused_params["optimizer"] is None
+        }
+        return [name for name in self._tt_specs if name in found]
+
+    def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[Any]:
+        return self._guarded(super().compute_and_output_dist(ctx, input))
+
+    def output_dist(self, ctx: Any, output: list[Tensor]) -> LazyAwaitable[Any]:
+        return self._guarded(super().output_dist(ctx, output))
+
+    def _guarded(self, awaitable: LazyAwaitable[Any]) -> LazyAwaitable[Any]:
+        """Without an optimizer evaluation works; a backward pass stops at once, on every rank."""
+        if self._untrainable:
+            awaitable.callbacks.append(self._refuse_backward)
+        return awaitable
+
+    def _refuse_backward(self, output: Any) -> Any:
+        def refuse(_: Tensor) -> None:
+            raise ValueError(
+                f"TT tables {self._untrainable} have no optimizer, so training would leave them as "
+                'they are: give fused_params={"optimizer": .., "learning_rate": ..} to the '
+                "sharder, or use apply_optimizer_in_backward"
+            )
+
+        for embeddings in self._embeddings(output):
+            if embeddings.requires_grad:
+                embeddings.register_hook(refuse)
+        return output
+
+
+def has_cores(module: nn.Module) -> TypeGuard[TTCollection]:
+    """Whether a collection holds TT cores with values."""
+    return isinstance(module, TTCollection) and module._device.type != "meta"
+
+
+def _placeholders(spec: TTSpec, dtype: torch.dtype) -> list[nn.Parameter]:
+    """What a rank shows of another rank's table, as TorchRec does: names must not differ."""
+    placeholders = [nn.Parameter(torch.empty(0, dtype=dtype)) for _ in spec.core_shapes]
+    mark_in_backward(placeholders, EmptyFusedOptimizer())
+    return placeholders
+
+
+def _add_whole_cores(
+    module: ShardedTTCollection,
+    destination: dict[str, Any],
+    prefix: str,
+    _local_metadata: dict[str, Any],
+) -> None:
+    add_whole_cores(module._core_states, destination, prefix)
+
+
+def _take_local_cores(
+    module: ShardedTTCollection, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    take_local_cores(module._core_states, state_dict, prefix)

@@ -13,6 +13,7 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
     ShardedEmbeddingBagCollection,
+    replace_placement_with_meta_device,
 )
 from torchrec.distributed.types import (
     Awaitable,
@@ -79,6 +80,8 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
             return super().create_embedding_bag_sharding(
                 sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
             )
+        if device is not None and device.type == "meta":
+            replace_placement_with_meta_device(sharding_infos)
         if entries[0].sharding_type == ShardingType.DATA_PARALLEL.value:
             return TTDpPooledEmbeddingSharding(sharding_infos, env, device)
         assert entries[0].sharding_type == ShardingType.TABLE_WISE.value

@@ -32,9 +32,7 @@ class _TTSharding(EmbeddingSharding):
         feature_processor: BaseGroupedFeatureProcessor | None = None,
     ) -> BaseEmbeddingLookup:
         options = dict(self._lookup_options)
-        if (
-            feature_processor is not None
-        ):  # pooled ones only: sequence lookups have no such argument
+        if feature_processor is not None:  # sequence lookups have no such argument
             options["feature_processor"] = feature_processor
         return self._lookup_type(
             grouped_configs=self._grouped_embedding_configs,

@@ -17,7 +17,6 @@ from torchrec.distributed.embedding_types import (
     KJTList,
     ShardedEmbeddingModule,
 )
-from torchrec.distributed.sharding.dp_sharding import BaseDpEmbeddingSharding
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -44,6 +43,7 @@ from ecorec_torchrec.modules import (
 )
 from ecorec_torchrec.tt import TTSpec
 
+from .shardings import TTTwPooledEmbeddingSharding, TTTwSequenceEmbeddingSharding
 from .state import CoreState, add_whole_cores, core_states, take_local_cores
 from .tables import check_ranks, resolve_tt_tables
 
@@ -226,7 +226,7 @@ class ShardedTTCollection(ShardedEmbeddingModule):
         found = {
             table.name
             for sharding in self._shardings()
-            if not isinstance(sharding, BaseDpEmbeddingSharding)
+            if isinstance(sharding, TTTwPooledEmbeddingSharding | TTTwSequenceEmbeddingSharding)
             for table in sharding.embedding_tables()
             if table.compute_kernel is EmbeddingComputeKernel.CUSTOMIZED_KERNEL
             and table.fused_params["optimizer"] is None

@@ -1,8 +1,16 @@
 """The examples of the documentation run as written."""
 
+import difflib
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+
+from ecorec_torchrec import TTEmbeddingBagCollection, TTSpec
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,3 +49,46 @@ def test_exported_model_is_served_where_torchrec_cannot_be_imported(tmp_path: Pa
     (trained,), (served, nobody) = outputs
     assert served == trained and trained.startswith("probability 0.")
     assert nobody == "0 probabilities of no examples"
+
+
+def test_migration_changes_at_most_five_lines() -> None:
+    plain, migrated = (
+        (ROOT / "docs" / "examples" / name).read_text().partition('"""\n\nimport')[2].splitlines()
+        for name in ("plain_torchrec.py", "migrated.py")
+    )
+    changed = [line for line in difflib.ndiff(plain, migrated) if line.startswith("+ ")]
+    assert 0 < len([line for line in changed if line.strip() != "+"]) <= 5
+
+
+@pytest.mark.parametrize(
+    ("name", "user_parameters"), [("plain_torchrec", 6_400_000), ("migrated", 64_256)]
+)
+def test_model_trains_before_and_after_its_migration(name: str, user_parameters: int) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, ROOT / "docs" / "examples" / f"{name}.py"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    *steps, last = done.stdout.splitlines()
+    losses = [float(line.split()[-1]) for line in steps]
+    assert losses[-1] < 0.5 * losses[0]
+    assert last == f"{user_parameters} user parameters"
+
+
+def test_cores_of_fbtt_give_the_rows_that_they_give_there() -> None:
+    """Theirs are `(tables, p, r q r)`; a row is the product of its slices, last index fastest."""
+    spec = TTSpec(30, row_factors=(2, 3, 5), col_factors=(2, 2, 4), ranks=(3, 4))
+    config = EmbeddingBagConfig(name="t", num_embeddings=30, embedding_dim=16, feature_names=["f"])
+    ebc = TTEmbeddingBagCollection([config], tt={"t": spec})
+    theirs = [torch.randn(2, 2, 1 * 2 * 3), torch.randn(2, 3, 3 * 2 * 4), torch.randn(2, 5, 4 * 4)]
+    convert = runpy.run_path(str(ROOT / "docs" / "examples" / "from_fbtt.py"))["cores_from_fbtt"]
+    convert(ebc, "t", theirs, number=1)
+    row = 17  # = (1 * 3 + 0) * 5 + 2
+    first, second, third = theirs[0][1, 1], theirs[1][1, 0], theirs[2][1, 2]
+    product = first.view(2, 3) @ second.view(3, 2 * 4)
+    expected = (product.view(2 * 2, 4) @ third.view(4, 4)).flatten()
+    ids = KeyedJaggedTensor(["f"], torch.tensor([row]), lengths=torch.tensor([1]))
+    torch.testing.assert_close(ebc(ids).values()[0], expected)

@@ -235,7 +235,26 @@ class OptimConfig:
     dense: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The MLPs."""
 
+    warmup_steps: int = 0
+    """Steps over which all learning rates rise, in equal parts, to their values."""
+
+    max_gradient_norm: float | None = None
+    """Scale gradients down to this norm, taken over all that steps after the backward pass: the
+    MLPs and data-parallel tables."""
+
+    nonfinite_gradients: Literal["ignore", "stop"] = "ignore"
+    """stop: end the run before a NaN or infinite gradient changes a TT table or a tensor of the
+    MLPs, and name it. Without it the run ends when the loss is not finite."""
+
     def __post_init__(self) -> None:
+        _require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must be >= 0")
+        if self.max_gradient_norm is not None:
+            _require(
+                self.max_gradient_norm > 0,
+                "optim.max_gradient_norm",
+                self.max_gradient_norm,
+                "must be > 0",
+            )
         rule = "is no fused optimizer of TorchRec: use adam, or one of the others"
         _require(self.embedding.name != "adamw", "optim.embedding.name", "adamw", rule)
 

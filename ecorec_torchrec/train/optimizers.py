@@ -17,16 +17,19 @@ import torch
 import torchrec.optim
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ecorec_torchrec.lookup import GroupKeyedOptimizer
 from ecorec_torchrec.train.config import OptimConfig, OptimizerConfig
 from ecorec_torchrec.tt import TTSpec
 
-_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+_CLASSES: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "rowwise_adagrad": torchrec.optim.RowWiseAdagrad,
@@ -68,16 +71,33 @@ def build_optimizer(
         table = table_of(name)
         group = "dense" if table is None else "tt" if table in tt_tables else "embedding"
         parameters[group][name] = parameter
-    optimizers = [model.fused_optimizer]
-    for group, named_parameters in parameters.items():
-        factory = partial(_make_optimizer, getattr(config, group))
-        optimizers.append(GroupKeyedOptimizer(named_parameters, factory))
-    return CombinedOptimizer(optimizers)
+    after_backward: KeyedOptimizer = CombinedOptimizer(
+        [
+            GroupKeyedOptimizer(
+                named_parameters,
+                partial(_make_optimizer, getattr(config, group)),
+                nonfinite_gradients=config.nonfinite_gradients,
+            )
+            for group, named_parameters in parameters.items()
+        ]
+    )
+    if config.max_gradient_norm is not None:
+        after_backward = GradientClippingOptimizer(
+            after_backward, GradientClipping.NORM, config.max_gradient_norm
+        )
+    return CombinedOptimizer([model.fused_optimizer, after_backward])
 
 
-def _make_optimizer(
-    settings: OptimizerConfig, parameters: list[nn.Parameter]
-) -> torch.optim.Optimizer:
+def warm_up(optimizer: Optimizer, num_steps: int, steps_done: int) -> LambdaLR:
+    """A schedule, to be stepped after every training step, of rates that rise to their values."""
+
+    def share(steps: int) -> float:
+        return min(1.0, (steps_done + steps + 1) / max(num_steps, 1))
+
+    return LambdaLR(optimizer, share)
+
+
+def _make_optimizer(settings: OptimizerConfig, parameters: list[nn.Parameter]) -> Optimizer:
     return _CLASSES[settings.name](parameters, **_arguments(settings))
 
 

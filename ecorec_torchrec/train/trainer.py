@@ -24,7 +24,7 @@ from ecorec_torchrec.train.data import Dataset, RankBatch, Split, fold_ids
 from ecorec_torchrec.train.measure import embedding_bytes
 from ecorec_torchrec.train.metrics import BinaryQuality, Quality
 from ecorec_torchrec.train.model import Variant
-from ecorec_torchrec.train.optimizers import build_optimizer
+from ecorec_torchrec.train.optimizers import build_optimizer, warm_up
 from ecorec_torchrec.train.placement import make_topology, plan_model, shard_model
 from ecorec_torchrec.train.run_folder import MetricsWriter
 
@@ -96,7 +96,7 @@ class Trainer:
             planned.report.print()
         if self._rank == 0:
             save_plan(planned.plan, folder / "plan.yaml", world_size=self._world_size)
-        self.model = shard_model(planned, variant, device)
+        self.model = shard_model(planned, variant, config.optim, device)
         self.optimizer = build_optimizer(self.model, planned.tt_specs, config.optim)
         self._pipeline = TrainPipelineSparseDist(self.model, self.optimizer, device)
         self._checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
@@ -117,6 +117,8 @@ class Trainer:
                 print(f"{self._variant.name}: going on from {checkpoint}", flush=True)
         progress = self._progress
         self._metrics = self._open_metrics()
+        num_steps = self._config.optim.warmup_steps
+        self._learning_rates = warm_up(self.optimizer, num_steps, progress.steps)
         while progress.epoch < self._config.train.epochs and not self._is_out_of_steps():
             self._train_epoch()
             self._evaluate_epoch()
@@ -202,6 +204,7 @@ class Trainer:
         for loss, logits, _ in bar:
             progress.steps += 1
             progress.batches += 1
+            self._learning_rates.step()
             window.add(loss, logits.numel())
             if window.steps == options.log_every_steps:
                 self._log_window(window)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 
 from ecorec_torchrec.tt import TTSpec
@@ -46,8 +46,8 @@ class TTSettings:
 
     Args:
         tt: shape of the table.
-        optimizer: of table-wise tables; None for data-parallel ones, whose cores belong to the
-            optimizer of the dense part, and where none was given.
+        optimizer: of table-wise tables; None where none was given, and for data-parallel ones that
+            are not frozen, whose cores belong to the optimizer of the dense part.
         step_in_backward: whether it steps in the backward pass, or else at `step()`.
         nonfinite_gradients: "ignore", "skip" or "stop", see `NonfiniteGuard`.
         max_gradient: gradients of the looked-up embeddings are clipped to this value on their way
@@ -96,7 +96,7 @@ class TTSettings:
             raise ValueError(f"TT table {table!r}: backend={backend!r} is not one of {_BACKENDS}")
         return cls(
             tt=GroupableSpec(spec),
-            **({} if data_parallel else _update_settings(table, fused_params)),
+            **_update_settings(table, fused_params, data_parallel),
             workspace_bytes=workspace_bytes,
             backend=backend,
             bounds_check=_lookup(
@@ -124,8 +124,13 @@ _KNOWN = (
 )
 
 
-def _update_settings(table: str, fused_params: Mapping[str, Any]) -> dict[str, Any]:
+def _update_settings(
+    table: str, fused_params: Mapping[str, Any], data_parallel: bool
+) -> dict[str, Any]:
     """What speaks of the updates, which for data-parallel tables are the user's own."""
+    if data_parallel:
+        frozen = fused_params.get("optimizer") is EmbOptimType.NONE
+        return {"optimizer": OptimizerSpec(None)} if frozen else {}
     step_in_backward = fused_params.get("step_in_backward", True)
     if type(step_in_backward) is not bool:
         raise TypeError(

@@ -65,6 +65,11 @@ class TTKernel(BaseEmbedding):
             device,
             requires_grad=not self.frozen,
         )
+        self._nothing: nn.Parameter | None = None
+        if self.frozen:
+            mark_in_backward(self._emb_module.named_slices().values(), EmptyFusedOptimizer())
+            # DDP refuses a lookup in which nothing requires a gradient. This has no elements.
+            self._nothing = nn.Parameter(torch.empty(0, device=device))
 
     @property
     def frozen(self) -> bool:
@@ -121,6 +126,8 @@ class TTKernel(BaseEmbedding):
         tables = "/".join(self.batch.table_names)
         for k, flat in enumerate(self._emb_module.flat):
             yield f"{prefix}{dot}{tables}.tt_cores.{k}", flat
+        if self._nothing is not None:
+            yield f"{prefix}{dot}{tables}.nothing", self._nothing
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -25,8 +25,8 @@ def settle_infos(
     Those of TT tables become `TTSettings`, those of dense ones lose what only TT kernels know.
 
     Raises:
-        TypeError, ValueError: a setting of a TT table is not supported; a data-parallel one is
-            frozen; or outputs of unlike types would travel together.
+        TypeError, ValueError: a setting of a TT table is not supported, or outputs of unlike types
+            would travel together.
     """
     num_dist_groups = 1
     for sharding_type, infos in infos_by_type.items():
@@ -36,7 +36,7 @@ def settle_infos(
             num_dist_groups = fused_params.pop(NUM_DIST_GROUPS, 1)
             if table in specs:
                 if data_parallel:
-                    _check_data_parallel(table, info.param)
+                    fused_params["optimizer"] = _frozen_or_none(table, info.param)
                 info.fused_params = TTSettings.from_fused_params(
                     table, specs[table], fused_params, data_parallel
                 ).as_fused_params()
@@ -74,24 +74,18 @@ def _output_type(info: EmbeddingShardingInfo) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else found.as_dtype()
 
 
-def _check_data_parallel(table: str, weight: nn.Parameter) -> None:
-    """What a data-parallel TT table cannot have: its cores belong to the user's own optimizer.
-
-    Raises:
-        ValueError: the cores are frozen.
-    """
+def _frozen_or_none(table: str, weight: nn.Parameter) -> EmbOptimType | None:
+    """The cores of a data-parallel TT table are frozen or belong to the user's own optimizer."""
     settings = getattr(weight, "_optimizer_kwargs", [{}])[0]
     if settings.get("optimizer") is EmbOptimType.NONE:
-        raise ValueError(
-            f"TT table {table!r} is data-parallel and frozen: leave its cores out of the optimizer "
-            "instead of setting requires_grad, or place it table-wise"
-        )
+        return EmbOptimType.NONE
     if settings:
         warnings.warn(
             f"apply_optimizer_in_backward is ignored for TT table {table!r}, which is "
             "data-parallel: step its cores with the optimizer of the dense part",
             stacklevel=2,
         )
+    return None
 
 
 def _warn_of_frozen(info: EmbeddingShardingInfo) -> None:

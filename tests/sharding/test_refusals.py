@@ -169,10 +169,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sharded(frozen(slice(1, 2)), tt_table_wise(0)),
         "'t_tw': freeze all TT cores of a table, or none",
     ),
-    "frozen replicas": (
-        lambda: sharded(frozen(slice(0, 3)), tt_data_parallel()),
-        "'t_tw' is data-parallel and frozen",
-    ),
     "2D parallelism": (two_dimensional, "2D parallelism is not supported"),
     "resharding": (
         lambda: TTEmbeddingBagCollectionSharder(toy.SGD).reshard(

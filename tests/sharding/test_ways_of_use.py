@@ -28,6 +28,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ecorec_torchrec.lookup import GroupKeyedOptimizer
 from ecorec_torchrec.modules import (
     TTEmbeddingBagCollection,
     TTEmbeddingBagConfig,
@@ -278,22 +279,60 @@ def test_a_step_changes_the_rows_looked_up_and_only_those(ranks: RankPool) -> No
     assert [changed[name] for name in cores] == [[0], [1], [2], [2], [1], [1]]
 
 
-def freeze(rank: int) -> dict[str, bool]:
-    names = ("t_tw", "t_q", "t_dp")
+def freeze(
+    rank: int, names: tuple[str, ...], frozen: tuple[str, ...]
+) -> tuple[dict[str, bool], list[str]]:
     ebc = build("argument", names)
-    ebc.embedding_bags["t_tw"].tt_cores.requires_grad_(False)
+    for name in frozen:
+        ebc.embedding_bags[name].tt_cores.requires_grad_(False)
     model = toy.shard(toy.ToyModel(ebc, toy.configs(names)), toy.generators(names, 2))
-    optimizer = toy.optimizer_of(model, lambda params: torch.optim.SGD(params, lr=0.05))
+    optimizer = toy.optimizer_of(
+        model, lambda params: torch.optim.AdamW(params, lr=0.05), GroupKeyedOptimizer
+    )
     before = toy.whole_state(model)
-    toy.train_sharded(model, optimizer, [toy.make_batch(names, s, rank) for s in range(2)])
+    toy.train_sharded(model, optimizer, [toy.make_batch(names, s, rank) for s in range(3)])
     after = toy.whole_state(model)
-    return {key: torch.equal(after[key], before[key]) for key in after}
+    model.eval()
+    model(toy.make_batch(names, 9, rank))
+    return {key: torch.equal(after[key], before[key]) for key in after}, list(optimizer.params)
 
 
-def test_frozen_tables_stay_as_they_are(ranks: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("names", "frozen"),
+    [
+        (("t_tw", "t_q", "t_dp"), ("t_tw",)),
+        (("t_tw", "t_dp", "t_dp2"), ("t_dp",)),
+        (("t_tw", "t_dp", "t_dp2"), ("t_dp", "t_dp2")),
+        (("t_tw", "t_tw2", "t_dp"), ("t_tw", "t_tw2", "t_dp")),
+    ],
+    ids=["table-wise", "data-parallel", "all replicas", "all tables"],
+)
+def test_frozen_tables_stay_as_they_are(
+    ranks: RankPool, names: tuple[str, ...], frozen: tuple[str, ...]
+) -> None:
     """A rank with nothing but a frozen table takes part in the backward pass of the others."""
-    for key, same in ranks.run(freeze)[0].items():
-        assert same == ("t_tw" in key)
+    same, optimized = ranks.run(freeze, names, frozen)[0]
+    for key, value in same.items():
+        assert value == any(f".{name}." in key for name in frozen)
+    assert not any(f".{name}." in key for key in optimized for name in frozen)
+
+
+def own_optimizer(rank: int) -> bool:
+    names = ("t_dp",)
+    fused_params = {"optimizer": EmbOptimType.NONE}
+    model = toy.shard(
+        toy.ToyModel(build("argument", names), toy.configs(names)),
+        toy.generators(names, 2),
+        fused_params,
+    )
+    before = toy.whole_state(model)
+    optimizer = toy.optimizer_of(model, lambda params: torch.optim.SGD(params, lr=0.05))
+    toy.train_sharded(model, optimizer, [toy.make_batch(names, 0, rank)])
+    return any(torch.equal(before[key], value) for key, value in toy.whole_state(model).items())
+
+
+def test_no_optimizer_in_backward_does_not_freeze_replicas(ranks: RankPool) -> None:
+    assert not any(ranks.run(own_optimizer))
 
 
 def freeze_dense(rank: int) -> None:

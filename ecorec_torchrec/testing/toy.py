@@ -32,13 +32,17 @@ from torchrec.modules.embedding_configs import (
     EmbeddingConfig,
     PoolingType,
 )
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.modules.embedding_modules import EmbeddingCollection, get_embedding_names_by_table
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from ecorec_torchrec.modules import TTEmbeddingBagCollection, TTEmbeddingCollection
+from ecorec_torchrec.modules import (
+    TTEmbeddingBagCollection,
+    TTEmbeddingCollection,
+    table_configs,
+)
 from ecorec_torchrec.plan import tt_data_parallel, tt_table_wise
 from ecorec_torchrec.sharding import (
     TTEmbeddingBagCollectionSharder,
@@ -209,33 +213,37 @@ class ToyModel(nn.Module):
 
     Args:
         ebc: pooled collection; None for none.
-        tables: the tables, equally named in both collections.
+        tables: its tables.
         ec: sequence collection; None for none.
     """
 
     def __init__(
         self,
         ebc: nn.Module | None,
-        tables: Sequence[BaseEmbeddingConfig],
-        ec: nn.Module | None = None,
+        tables: Sequence[EmbeddingBagConfig] = (),
+        ec: EmbeddingCollection | None = None,
     ) -> None:
         super().__init__()
         self.ebc = ebc
         self.ec = ec
-        self.names = [name for names in get_embedding_names_by_table(tables) for name in names]
-        num_collections = (ebc is not None) + (ec is not None)
-        self.linear = nn.Linear(DIM * len(self.names) * num_collections, 1)
+        self.pooled_names = _flat(get_embedding_names_by_table(list(tables)))
+        self.sequence_names = [] if ec is None else _flat(ec.embedding_names_by_table())
+        self.linear = nn.Linear(DIM * len(self.pooled_names + self.sequence_names), 1)
 
     def forward(self, batch: ToyBatch) -> tuple[Tensor, Tensor]:
         parts = []
         if self.ebc is not None:
             pooled = self.ebc(batch.features)
-            parts += [pooled[name] for name in self.names]
+            parts += [pooled[name] for name in self.pooled_names]
         if self.ec is not None:
-            parts.append(weighted_sums(self.ec(batch.features), self.names))
+            parts.append(weighted_sums(self.ec(batch.features), self.sequence_names))
         logits = self.linear(torch.cat(parts, 1)).squeeze(1)
         loss = ((logits - batch.labels) ** 2).sum() / 8
         return loss.view(1), logits.detach()
+
+
+def _flat(names_by_table: Iterable[Iterable[str]]) -> list[str]:
+    return [name for names in names_by_table for name in names]
 
 
 @torch.fx.wrap
@@ -254,8 +262,16 @@ def weighted_sums(sequences: Mapping[str, JaggedTensor], names: Sequence[str]) -
 
 def sequence_model(names: Sequence[str] = SEQUENCE_NAMES, device: str = "cpu") -> ToyModel:
     """A model with a sequence collection of the named tables."""
-    tables = sequence_configs(names)
-    return ToyModel(None, tables, sequence_collection(tables, device))
+    return ToyModel(None, ec=sequence_collection(sequence_configs(names), device))
+
+
+def model_of_both(names: Sequence[str] = tuple(ROWS), device: str = "cpu") -> ToyModel:
+    """A model with a pooled collection of the named tables, and a sequence one beside it."""
+    tables = configs(names)
+    sequences = sequence_configs([name for name in names if name in SEQUENCE_NAMES])
+    return ToyModel(
+        collection(tables, device=device), tables, sequence_collection(sequences, device)
+    )
 
 
 def train_unsharded(
@@ -281,21 +297,21 @@ def shard(
     qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
 ) -> DistributedModelParallel:
     """`model` with its collections sharded by `plan` over all ranks."""
-    entries = {
-        path: construct_module_sharding_plan(
-            getattr(model, path),
-            dict(plan),
-            sharder=sharder,
-            world_size=dist.get_world_size(),
-            local_size=dist.get_world_size(),
-            device_type="cpu",
-        )
-        for path, sharder in (
-            ("ebc", TTEmbeddingBagCollectionSharder()),
-            ("ec", TTEmbeddingCollectionSharder()),
-        )
-        if getattr(model, path) is not None
-    }
+    entries = {}
+    for path, sharder in (
+        ("ebc", TTEmbeddingBagCollectionSharder()),
+        ("ec", TTEmbeddingCollectionSharder()),
+    ):
+        module = getattr(model, path)
+        if module is not None:
+            entries[path] = construct_module_sharding_plan(
+                module,
+                {table.name: plan[table.name] for table in table_configs(module)},
+                sharder=sharder,
+                world_size=dist.get_world_size(),
+                local_size=dist.get_world_size(),
+                device_type="cpu",
+            )
     return DistributedModelParallel(
         model,
         env=env,

@@ -1,4 +1,7 @@
-"""TorchRec's train pipelines, each over several epochs with one pipeline object."""
+"""TorchRec's train pipelines, each over several epochs with one pipeline object.
+
+The model has a pooled and a sequence collection, each with dense and TT tables.
+"""
 
 import copy
 
@@ -12,7 +15,7 @@ from torchrec.distributed.train_pipeline import (
 )
 from torchrec.distributed.train_pipeline.experimental_pipelines import TrainPipelineSparseDistT
 
-from ecorec_torchrec.lookup import BatchedFusedTTEmbeddingBag
+from ecorec_torchrec.lookup import FusedTTKernel
 from ecorec_torchrec.testing import RankPool, toy
 
 PIPELINES = {
@@ -30,18 +33,17 @@ def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def run(rank: int, name: str, num_dist_groups: int, init: dict) -> tuple[dict, list[int], int]:
-    tables = toy.configs(NAMES)
     model = toy.shard(
-        toy.ToyModel(toy.collection(tables, device="meta"), tables),
+        toy.model_of_both(NAMES, "meta"),
         toy.generators(NAMES, 2),
         num_dist_groups=num_dist_groups,
     )
     model.load_state_dict(copy.copy(init))
     optimizer = toy.optimizer_of(model, sgd)
     fused_steps: list[int] = []
-    for lookup in model.module.ebc._lookups:
-        for kernel in getattr(lookup, "module", lookup)._emb_modules:
-            if isinstance(kernel, BatchedFusedTTEmbeddingBag):
+    for collection in (model.module.ebc, model.module.ec):
+        for kernel in collection._tt_kernels():
+            if isinstance(kernel, FusedTTKernel):
                 kernel.fused_optimizer._optimizer.register_step_post_hook(
                     lambda *_, group=kernel: fused_steps.append(id(group))
                 )
@@ -68,8 +70,7 @@ def run(rank: int, name: str, num_dist_groups: int, init: dict) -> tuple[dict, l
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines_equal_one_process(ranks: RankPool, name: str, num_dist_groups: int) -> None:
     """n batches per epoch give n outputs and n steps, in the first epoch and in later ones."""
-    tables = toy.configs(NAMES)
-    model = toy.ToyModel(toy.collection(tables), tables)
+    model = toy.model_of_both(NAMES)
     init = copy.deepcopy(model.state_dict())
     steps = [step for _ in range(EPOCHS) for step in range(BATCHES)]
     toy.train_unsharded(

@@ -1,4 +1,7 @@
-"""State dicts and checkpoints: one format whatever the placement and the number of ranks."""
+"""State dicts and checkpoints: one format whatever the placement and the number of ranks.
+
+The model has a pooled and a sequence collection.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -37,15 +40,9 @@ def adam(params: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
 
 
-def unsharded_model() -> toy.ToyModel:
-    tables = toy.configs(NAMES)
-    return toy.ToyModel(toy.collection(tables), tables)
-
-
 def sharded_model(owners: dict[str, int]) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    tables = toy.configs(NAMES)
     plan = toy.generators(NAMES, dist.get_world_size(), owners)
-    model = toy.shard(toy.ToyModel(toy.collection(tables, device="meta"), tables), plan, ADAM)
+    model = toy.shard(toy.model_of_both(NAMES, "meta"), plan, ADAM)
     return model, toy.optimizer_of(model, adam, GroupKeyedOptimizer)
 
 
@@ -63,12 +60,15 @@ def save(rank: int, folder: str) -> list[torch.Tensor]:
 
 
 def outputs(model: torch.nn.Module, names: Sequence[str] = NAMES) -> list[torch.Tensor]:
-    """Pooled rows of hundreds of ids of every feature, in the order of their names."""
+    """Pooled rows and rows of hundreds of ids of every feature, in the order of their names."""
     with torch.no_grad():
-        batch = toy.make_batch(names, 99, 0, batch_size=170)
-        ebc = model.module.ebc if isinstance(model, DistributedModelParallel) else model.ebc
-        pooled = ebc(batch.features)
-        return [torch.clone(pooled[name]) for name in sorted(pooled.keys())]
+        features = toy.make_batch(names, 99, 0, batch_size=170).features
+        if isinstance(model, DistributedModelParallel):
+            model = model.module
+        pooled, sequences = model.ebc(features), model.ec(features)
+        found = [pooled[name] for name in sorted(pooled.keys())]
+        found += [sequences[name].values() for name in sorted(sequences.keys())]
+        return [torch.clone(tensor) for tensor in found]
 
 
 def load_and_go_on(rank: int, folder: str, owners: dict[str, int]) -> tuple[list, dict]:
@@ -98,7 +98,7 @@ def checkpoint(
 
 
 def load_unsharded(folder: Path) -> tuple[toy.ToyModel, GroupKeyedOptimizer]:
-    model = unsharded_model()
+    model = toy.model_of_both(NAMES)
     optimizer = GroupKeyedOptimizer(dict(model.named_parameters()), adam)
     state = {"model": model.state_dict(), "opt": optimizer.state_dict()}
     dcp.load(state, checkpoint_id=str(folder))
@@ -153,22 +153,26 @@ def optimizer_state(rank: int) -> tuple[list[str], list[str]]:
 def test_names_of_parameters_and_optimizer_state_are_those_of_the_unsharded_model(
     ranks: RankPool,
 ) -> None:
-    expected = {name for name, _ in unsharded_model().named_parameters()}
+    expected = {name for name, _ in toy.model_of_both(NAMES).named_parameters()}
     found = ranks.run(optimizer_state)
     for (fused, parameters), tables in zip(found, (("t_q",), ("t_tw", "t_tw2")), strict=True):
-        cores = {f"ebc.embedding_bags.{t}.tt_cores.{k}" for t in tables for k in range(3)}
+        cores = {
+            f"{collection}.{t}.tt_cores.{k}"
+            for collection in ("ebc.embedding_bags", "ec.embeddings")
+            for t in tables
+            for k in range(3)
+        }
         assert set(fused) == cores
         assert set(parameters) == expected
 
 
 def as_dtensors(rank: int, folder: str) -> dict[str, str]:
-    tables = toy.configs(("t_tw", "t_dp", "d_tw"))
-    names = [table.name for table in tables]
+    names = ("t_tw", "t_dp", "d_tw")
     env = ShardingEnv(2, rank, dist.group.WORLD, output_dtensor=True)
 
     def build(owners: dict[str, int]) -> DistributedModelParallel:
-        model = toy.ToyModel(toy.collection(tables, device="meta"), tables)
-        return toy.shard(model, toy.generators(names, 2, owners), env=env)
+        plan = toy.generators(names, 2, owners)
+        return toy.shard(toy.model_of_both(names, "meta"), plan, env=env)
 
     torch.manual_seed(1)
     model = build({})
@@ -181,16 +185,17 @@ def as_dtensors(rank: int, folder: str) -> dict[str, str]:
     dcp.load({"model": loaded}, checkpoint_id=folder)
     other.load_state_dict(loaded)
     torch.testing.assert_close(outputs(other, names), expected, rtol=0, atol=0)
-    return {key: type(value).__name__ for key, value in state.items() if "embedding_bags" in key}
+    return {key: type(value).__name__ for key, value in state.items()}
 
 
 def test_state_as_dtensors_where_the_environment_asks_for_them(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     for kinds in ranks.run(as_dtensors, str(tmp_path)):
-        assert kinds["ebc.embedding_bags.t_tw.tt_cores.0"] == DTensor.__name__
-        assert kinds["ebc.embedding_bags.d_tw.weight"] == DTensor.__name__
-        assert kinds["ebc.embedding_bags.t_dp.tt_cores.0"] == "Tensor"
+        for tables in ("ebc.embedding_bags", "ec.embeddings"):
+            assert kinds[f"{tables}.t_tw.tt_cores.0"] == DTensor.__name__
+            assert kinds[f"{tables}.d_tw.weight"] == DTensor.__name__
+            assert kinds[f"{tables}.t_dp.tt_cores.0"] == "Tensor"
 
 
 def from_pretrained(rank: int, cores: dict[str, torch.Tensor]) -> torch.Tensor:

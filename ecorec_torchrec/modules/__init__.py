@@ -14,7 +14,7 @@ from .configs import (
 )
 from .embedding_bag_collection import TTEmbeddingBagCollection
 from .embedding_collection import TTEmbeddingCollection
-from .features import check_features, split_features
+from .features import check_features, check_ids, split_features
 from .tables import TTEmbedding, TTEmbeddingBag, draw_seed, init_table_cores_
 from .tt_collection import TTCollection, table_configs, tables_name
 
@@ -28,6 +28,7 @@ __all__ = [
     "TTEmbeddingCollection",
     "TTEmbeddingConfig",
     "check_features",
+    "check_ids",
     "check_spec",
     "draw_seed",
     "init_table_cores_",

@@ -7,7 +7,7 @@ nor the numbers that disagree, and some broken inputs pass.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -82,10 +82,41 @@ def split_features(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
     }
 
 
+def check_ids(features: KeyedJaggedTensor, limits: Mapping[str, tuple[str, int]]) -> None:
+    """Checks that the ids of a sound KeyedJaggedTensor have rows, where that costs no waiting.
+
+    Does nothing for tensors on a GPU, and in a traced graph.
+
+    Args:
+        features: the input, after `check_features`.
+        limits: feature -> table and its number of rows; other features are not looked at.
+
+    Raises:
+        ValueError: an id has no row; names table and feature, the id and the limit.
+
+    Example::
+
+        check_ids(features, {"user": ("users", 97)})
+        # ValueError: table 'users', feature 'user': id 97 is outside 0..96 (1 such ids)
+    """
+    indices_L = features.values()
+    if torch.compiler.is_compiling() or indices_L.device.type != "cpu":
+        return
+    parts = indices_L.split(features.length_per_key())
+    for feature, part in zip(features.keys(), parts, strict=True):
+        if feature in limits and part.numel():
+            table, num_embeddings = limits[feature]
+            lowest, highest = part.aminmax()
+            if lowest < 0 or highest >= num_embeddings:
+                error = outside_table(table, feature, part, num_embeddings)
+                assert error is not None
+                raise error
+
+
 def outside_table(
     table_name: str, feature_name: str, indices_L: Tensor, num_embeddings: int
 ) -> ValueError | None:
-    """What is wrong with the ids of a dense table; None when they all have a row."""
+    """What is wrong with the ids of a table; None when they all have a row."""
     bad = indices_L[(indices_L < 0) | (indices_L >= num_embeddings)]
     if bad.numel() == 0:
         return None

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
     data_parallel,
@@ -61,8 +63,8 @@ def tt_table_wise(
         device: device type of the placement, as for `table_wise`.
 
     Raises:
-        ValueError: (by the generator) `rank` is outside the world, or `tt` has another number of
-            rows or columns than the table.
+        ValueError: (by the generator) `rank` is outside the world, `tt` has another number of rows
+            or columns than the table, or the sharder is not of an embedding (bag) collection.
 
     Example::
 
@@ -84,7 +86,8 @@ def tt_data_parallel(*, tt: TTSpec | None = None) -> ParameterShardingGenerator:
         tt: shape of the table; None leaves it to the table's config.
 
     Raises:
-        ValueError: (by the generator) `tt` has another number of rows or columns than the table.
+        ValueError: (by the generator) `tt` has another number of rows or columns than the table, or
+            the sharder is not of an embedding (bag) collection.
 
     Example::
 
@@ -105,6 +108,11 @@ def _tt_generator(
         device_type: str,
         sharder: ModuleSharder[nn.Module],
     ) -> ParameterSharding:
+        if not isinstance(sharder, EmbeddingBagCollectionSharder | EmbeddingCollectionSharder):
+            raise ValueError(
+                f"{type(sharder).__name__} cannot shard TT tables: give them an embedding (bag) "
+                "collection of their own in the model"
+            )
         if not 0 <= owner < world_size:
             raise ValueError(f"tt_table_wise: rank={owner} is not within 0..{world_size - 1}")
         if tt is not None and tuple(param.shape) != (tt.num_embeddings, tt.embedding_dim):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping
 
-import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
@@ -15,6 +14,7 @@ from ecorec_torchrec.lookup import TT_ONLY_SETTINGS, TTSettings
 from ecorec_torchrec.tt import TTSpec
 
 from .dist_groups import NUM_DIST_GROUPS, split_dist_groups
+from .output_types import check_output_types
 
 
 def settle_infos(
@@ -47,31 +47,8 @@ def settle_infos(
                     for name, value in fused_params.items()
                     if name not in TT_ONLY_SETTINGS
                 }
-    _check_output_types(infos_by_type, specs.keys())
+    check_output_types(infos_by_type, specs.keys())
     return split_dist_groups(infos_by_type, num_dist_groups)
-
-
-def _check_output_types(
-    infos_by_type: Mapping[str, Iterable[EmbeddingShardingInfo]], tables: Set[str]
-) -> None:
-    """Raises ValueError if a TT table would share an all-to-all with outputs of another type.
-
-    Ranks would then wait for unlike numbers of bytes.
-    """
-    for sharding_type, infos in infos_by_type.items():
-        if sharding_type == ShardingType.DATA_PARALLEL.value:
-            continue
-        types = {info.embedding_config.name: _output_type(info) for info in infos}
-        if len(set(types.values())) > 1 and not tables.isdisjoint(types):
-            raise ValueError(
-                f"tables that are sharded {sharding_type} need one output_dtype, since their "
-                f"outputs travel together, got {types}"
-            )
-
-
-def _output_type(info: EmbeddingShardingInfo) -> torch.dtype:
-    found = (info.fused_params or {}).get("output_dtype", torch.float32)
-    return found if isinstance(found, torch.dtype) else found.as_dtype()
 
 
 def _frozen_or_none(table: str, weight: nn.Parameter) -> EmbOptimType | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
     ModuleSharder,
@@ -19,11 +23,12 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from ecorec_torchrec.modules import TTEmbeddingBagCollection, TTEmbeddingCollection
+from ecorec_torchrec.plan.tables import core_specs
 
 from .dist_groups import NUM_DIST_GROUPS
 from .embedding import ShardedTTEmbeddingCollection
 from .embedding_bag import ShardedTTEmbeddingBagCollection
-from .tables import TablesView
+from .tables import TablesView, tt_table_names
 from .tt_collection import ShardedTTCollection
 
 
@@ -183,12 +188,49 @@ class TTEmbeddingCollectionSharder(TTCollectionSharder, EmbeddingCollectionShard
         return ShardedTTEmbeddingCollection
 
 
+class _DenseTablesOnly(BaseEmbeddingSharder[nn.Module]):
+    """TorchRec's own sharder of the collection within another module, where TT tables cannot be.
+
+    Comes before one of TorchRec's two sharders of collections.
+    """
+
+    def shard(
+        self, module: nn.Module, params: dict[str, ParameterSharding], *args: Any, **kwargs: Any
+    ) -> Any:
+        self._refuse([*core_specs(module), *tt_table_names(module, params)])
+        return super().shard(module, params, *args, **kwargs)
+
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        self._refuse(core_specs(module))
+        return super().shardable_parameters(module)
+
+    def _refuse(self, tables: Iterable[str]) -> None:
+        names = list(dict.fromkeys(tables))
+        if names:
+            raise NotImplementedError(
+                f"TT tables {names} are in a collection within a feature-processed or "
+                "managed-collision one, where they cannot be sharded: give them a collection of "
+                "their own in the model, or make them dense"
+            )
+
+
+class _DenseBagsOnly(_DenseTablesOnly, EmbeddingBagCollectionSharder):
+    pass
+
+
+class _DenseSequencesOnly(_DenseTablesOnly, EmbeddingCollectionSharder):
+    pass
+
+
 def get_ecorec_sharders(
     fused_params: dict[str, Any] | None = None,
     qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     num_dist_groups: int = 1,
 ) -> list[ModuleSharder[nn.Module]]:
     """TorchRec's default sharders, with those of pooled and sequence collections replaced by ours.
+
+    Those of feature-processed and managed-collision collections are TorchRec's, as they are without
+    arguments, but for naming TT tables within them, which are refused.
 
     Args:
         fused_params: see `TTEmbeddingBagCollectionSharder`.
@@ -216,6 +258,11 @@ def get_ecorec_sharders(
             module_type=module_type,
         )
         for module_type in (EmbeddingCollection, TTEmbeddingCollection)
+    ]
+    ours += [
+        FeatureProcessedEmbeddingBagCollectionSharder(_DenseBagsOnly()),
+        ManagedCollisionEmbeddingBagCollectionSharder(_DenseBagsOnly()),
+        ManagedCollisionEmbeddingCollectionSharder(_DenseSequencesOnly()),
     ]
     replaced = {sharder.module_type for sharder in ours}
     return ours + [s for s in get_default_sharders() if s.module_type not in replaced]

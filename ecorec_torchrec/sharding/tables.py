@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
@@ -84,6 +85,30 @@ def check_ranks(
                 f"sharding_spec={entry.sharding_spec}: it needs one shard on one of "
                 f"{world_size} ranks, see tt_table_wise"
             )
+
+
+def limits_of_ids(
+    configs: Iterable[BaseEmbeddingConfig],
+    plan: Mapping[str, ParameterSharding],
+    tt_names: Iterable[str],
+    fused_params: Mapping[str, Any],
+) -> dict[str, tuple[str, int]]:
+    """Feature -> the smallest table that must have a row for its ids, and its number of rows.
+
+    Beside a TT table that checks its ids, those of dense tables must have a row too, unless their
+    `bounds_check_mode` says otherwise: what becomes of them would else depend on the sharding.
+    """
+
+    def is_checked(table: str) -> bool:
+        mode = plan[table].bounds_check_mode or fused_params.get("bounds_check_mode")
+        return mode in (None, BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
+
+    limits: dict[str, tuple[str, int]] = {}
+    if any(is_checked(name) for name in tt_names):
+        for config in sorted(configs, key=lambda config: config.num_embeddings):
+            for feature in config.feature_names if is_checked(config.name) else ():
+                limits.setdefault(feature, (config.name, config.num_embeddings))
+    return limits
 
 
 def _spec(config: BaseEmbeddingConfig, entry: ParameterSharding, held: TTSpec | None) -> TTSpec:

@@ -38,14 +38,16 @@ from ecorec_torchrec.lookup import (
 from ecorec_torchrec.modules import (
     TTCollection,
     check_features,
+    check_ids,
     draw_seed,
     init_table_cores_,
 )
 from ecorec_torchrec.tt import TTSpec
 
+from .output_types import check_codecs, settle_output_type
 from .shardings import TTTwPooledEmbeddingSharding, TTTwSequenceEmbeddingSharding
 from .state import CoreState, add_whole_cores, core_states, take_local_cores
-from .tables import check_ranks, resolve_tt_tables
+from .tables import check_ranks, limits_of_ids, resolve_tt_tables
 
 
 class ShardedTTCollection(ShardedEmbeddingModule):
@@ -59,8 +61,8 @@ class ShardedTTCollection(ShardedEmbeddingModule):
             are drawn.
         table_name_to_parameter_sharding: the plan of this collection.
         env: the ranks.
-        args, kwargs: as TorchRec's class; `fused_params` with `workspace_bytes`, `backend` and
-            `num_dist_groups` on top.
+        fused_params: TorchRec's, with `workspace_bytes`, `backend` and `num_dist_groups` on top.
+        args, kwargs: as TorchRec's class.
 
     Raises:
         ValueError: see `resolve_tt_tables`; an optimizer or setting that is not supported.
@@ -78,13 +80,15 @@ class ShardedTTCollection(ShardedEmbeddingModule):
         module: nn.Module,
         table_name_to_parameter_sharding: dict[str, ParameterSharding],
         env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> None:
         tt_specs = resolve_tt_tables(module, table_name_to_parameter_sharding)
         if tt_specs and isinstance(env, ShardingEnv2D):
             raise NotImplementedError(
-                f"TT tables {list(tt_specs)}: 2D parallelism is not supported"
+                f"TT tables {list(tt_specs)}: 2D parallelism (DMPCollection) is not supported; use "
+                "DistributedModelParallel over all ranks"
             )
         check_ranks(table_name_to_parameter_sharding, tt_specs, env.world_size)
         self._tt_specs = tt_specs
@@ -93,7 +97,16 @@ class ShardedTTCollection(ShardedEmbeddingModule):
         # this rank only: so they do not depend on the placement.
         self._seeds = None if has_cores(module) else {name: draw_seed() for name in tt_specs}
         stock = self._as_stock(module)
-        super().__init__(stock, table_name_to_parameter_sharding, env, *args, **kwargs)
+        super().__init__(
+            stock, table_name_to_parameter_sharding, env, fused_params, *args, **kwargs
+        )
+        self._settle_output_types()
+        self._id_limits = limits_of_ids(
+            getattr(self, self._configs_name),
+            table_name_to_parameter_sharding,
+            tt_specs,
+            fused_params or {},
+        )
         self._untrainable = self._tables_without_optimizer()
         if has_cores(module):
             self._copy_cores(module)
@@ -190,14 +203,23 @@ class ShardedTTCollection(ShardedEmbeddingModule):
             for name, cores in kernel.emb_module.tables.items()
         }
 
+    def _settle_output_types(self) -> None:
+        """Those of the all-to-alls, which ranks must agree on; where all is dense, TorchRec's."""
+        if not self._tt_specs:
+            return
+        for sharding, lookup in zip(self._shardings(), self._lookups, strict=True):
+            settle_output_type(sharding, lookup, self._device)
+            if isinstance(sharding, TTTwPooledEmbeddingSharding | TTTwSequenceEmbeddingSharding):
+                check_codecs(sharding, self._device)
+
     # Input, and what stops a backward pass
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """As TorchRec's, after checks that would else fail within or after a collective.
 
         Raises:
-            TypeError, ValueError: the input is broken, see `check_features`; or its features come
-                in another order than in the first batch.
+            TypeError, ValueError: the input is broken, see `check_features`; an id on the CPU has
+                no row; or the features come in another order than in the first batch.
             NotImplementedError: variable batch sizes per feature with TT tables.
         """
         if not isinstance(features, TensorDict):  # which TorchRec makes a KeyedJaggedTensor
@@ -212,6 +234,7 @@ class ShardedTTCollection(ShardedEmbeddingModule):
                 f"TT tables {list(self._tt_specs)}: variable batch sizes per feature are not "
                 "supported"
             )
+        check_ids(features, self._id_limits)
         if self._input_keys is None:
             self._input_keys = list(features.keys())
         elif self._input_keys != features.keys():

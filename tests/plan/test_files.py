@@ -207,6 +207,17 @@ def test_refuses_an_entry_that_does_not_fit(tmp_path, users, message):
         load_plan(ebc_file(tmp_path, users), model(), 2)
 
 
+@pytest.mark.parametrize(
+    "cut",
+    ["row_wise", "column_wise", "table_row_wise", "table_column_wise", "grid_shard"],
+)
+def test_refuses_to_cut_a_tt_table(tmp_path, cut):
+    users = f"{{kernel: tt, sharding: {cut}, ranks: [0, 1], tt: {{rank: 8}}}}"
+    message = f"table 'users': .*is {cut}, but a TT table is table_wise or data_parallel"
+    with pytest.raises(ValueError, match=message):
+        load_plan(ebc_file(tmp_path, users), model(), 2)
+
+
 GOOD = "{kernel: fused, sharding: table_wise, ranks: [0]}"
 
 

@@ -75,6 +75,15 @@ def test_a_table_without_options_is_named(topology, constraint, message) -> None
         plan(topology(100), constraint)
 
 
+@pytest.mark.parametrize("cut", ["row_wise", "column_wise", "table_row_wise", "grid_shard"])
+def test_a_tt_table_cannot_be_asked_to_be_cut(topology, cut) -> None:
+    constraint = EcoRecConstraints(tt="always", tt_ranks=(4,), sharding_types=[cut])
+    with pytest.raises(
+        PlannerError, match=f"'users' .*{cut}.*a TT table is table_wise or data_parallel"
+    ):
+        plan(topology(100), constraint)
+
+
 def test_tables_of_integers_are_never_compressed(topology) -> None:
     always = EcoRecConstraints(tt="always", tt_ranks=(4,))
     with pytest.raises(PlannerError, match="'users' .* cores cannot be stored as torch.int8"):

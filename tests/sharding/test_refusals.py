@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.sharding_plan import (
     column_wise,
@@ -75,6 +75,16 @@ def column_wise_tt(*arguments: Any) -> ParameterSharding:
     return column_wise(ranks=[0, 1], compute_kernel=TT_COMPUTE_KERNEL)(*arguments)
 
 
+def cut(sharding_type: str) -> Callable[[], Any]:
+    """A plan entry as a plan written in JSON, or by another planner, may have it."""
+
+    def attempt() -> None:
+        entry = TTParameterSharding(sharding_type, TT_COMPUTE_KERNEL, ranks=[0, 1], tt=SPEC)
+        sharded(stock(), lambda *_: entry)
+
+    return attempt
+
+
 def two_dimensional() -> None:
     sharder = TTEmbeddingBagCollectionSharder(toy.SGD)
     plan = construct_module_sharding_plan(
@@ -121,6 +131,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sharded(ours(), column_wise_tt),
         "'t_tw' cannot be sharded column_wise",
     ),
+    **{
+        name: (cut(name), f"'t_tw' cannot be sharded {name}: a TT table is table_wise or data_pa")
+        for name in ("table_row_wise", "table_column_wise", "grid_shard")
+    },
     "fused kernel": (
         lambda: sharded(ours(), table_wise(0, compute_kernel="fused")),
         "'t_tw' is a TT table, but its plan entry has the compute kernel 'fused'",
@@ -169,7 +183,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sharded(frozen(slice(1, 2)), tt_table_wise(0)),
         "'t_tw': freeze all TT cores of a table, or none",
     ),
-    "2D parallelism": (two_dimensional, "2D parallelism is not supported"),
+    "2D parallelism": (
+        two_dimensional,
+        r"\['t_tw'\]: 2D parallelism \(DMPCollection\) is not .*use DistributedModelParallel",
+    ),
     "resharding": (
         lambda: TTEmbeddingBagCollectionSharder(toy.SGD).reshard(
             sharded(ours(), tt_table_wise(0)),
@@ -223,12 +240,14 @@ def broken(kind: str) -> KeyedJaggedTensor:
         return KeyedJaggedTensor(["f_t_tw"], torch.arange(1), lengths=torch.tensor([1]))
     if kind == "order":
         return KeyedJaggedTensor(keys[::-1], torch.arange(4), lengths=torch.ones(4).long())
-    if kind == "variable batch":
+    if "variable batch" in kind:
+        strides = [[2], [2]] if "equal" in kind else [[1], [2]]
+        num_ids = sum(stride for (stride,) in strides)
         return KeyedJaggedTensor(
             keys,
-            torch.arange(3),
-            lengths=torch.ones(3).long(),
-            stride_per_key_per_rank=[[1], [2]],
+            torch.arange(num_ids),
+            lengths=torch.ones(num_ids + ("malformed" in kind)).long(),
+            stride_per_key_per_rank=strides,
             inverse_indices=(keys, torch.zeros(2, 2, dtype=torch.int64)),
         )
     return KeyedJaggedTensor(keys, torch.tensor([1, 2, 58, 3]), lengths=torch.ones(4).long())
@@ -242,6 +261,9 @@ BROKEN_INPUT = {
     "missing": r"features \['f_t_tw_b'\] are missing",
     "order": r"in the order of the first batch, \['f_t_tw', 'f_t_tw_b'\]",
     "variable batch": r"\['t_tw'\]: variable batch sizes per feature are not supported",
+    "variable batch, equal here": r"\['t_tw'\]: variable batch sizes per feature are not",
+    "variable batch, malformed": r"4 lengths do not fit .*{'f_t_tw': 1, 'f_t_tw_b': 2}.* need 3",
+    "range": "table 't_tw', feature 'f_t_tw_b': id 58 is outside 0..57",
 }
 
 
@@ -258,6 +280,57 @@ def feed(rank: int, kind: str) -> None:
 def test_broken_input_is_refused_before_any_collective(ranks: RankPool, kind: str) -> None:
     """The message names the feature and both numbers, not a shape deep inside TorchRec."""
     ranks.run(feed, kind)
+
+
+def uneven_variable_batches(rank: int) -> None:
+    """On rank 1 all features happen to have one batch size."""
+    module = sharded(ours(), tt_table_wise(1))
+    kind = "variable batch, equal here" if rank == 1 else "variable batch"
+    with pytest.raises(NotImplementedError, match="variable batch sizes per feature"):
+        module(broken(kind))
+    module(good())
+
+
+def test_variable_batches_are_refused_alike_where_they_happen_to_be_equal(ranks: RankPool) -> None:
+    """TorchRec's own code takes another path on such a rank, and the ranks wait for each other."""
+    ranks.run(uneven_variable_batches)
+
+
+def bad_id_on_one_rank(rank: int, feature: str, limit: int, mode: BoundsCheckMode | None) -> float:
+    names = ("t_tw", "d_rw", "d_tw")
+    tables = toy.configs(names)
+    model = toy.shard(
+        toy.ToyModel(toy.collection(tables, device="meta"), tables),
+        toy.generators(names, 2),
+        toy.SGD | ({} if mode is None else {"bounds_check_mode": mode}),
+    )
+    batch = toy.make_batch(names, 0, rank)
+    model(batch)
+    features = batch.features
+    jagged = {name: jt.values().clone() for name, jt in features.to_dict().items()}
+    jagged[feature][-1] = limit
+    bad = KeyedJaggedTensor(
+        features.keys(), torch.cat(list(jagged.values())), lengths=features.lengths()
+    )
+    if rank == 1 and mode is None:
+        with pytest.raises(ValueError, match=f"feature '{feature}': id {limit} is outside 0"):
+            model.module.ebc(bad)
+    # Rank 0 is in its next step already: this rank's good batch is what it waits for.
+    use = bad if rank == 1 and mode is not None else features
+    return float(model.module.ebc(use).values().detach().sum())
+
+
+@pytest.mark.parametrize(("feature", "limit"), [("f_d_rw", 50), ("f_d_tw", 40), ("f_t_tw", 58)])
+def test_a_bad_id_is_found_on_the_rank_that_has_it(
+    ranks: RankPool, feature: str, limit: int
+) -> None:
+    """Else it fails on the table's owner, in whose batch it is not, or within a collective, as an
+    exchange of sizes that do not match."""
+    ranks.run(bad_id_on_one_rank, feature, limit, None)
+
+
+def test_bad_ids_of_other_ranks_can_be_ignored_too(ranks: RankPool) -> None:
+    ranks.run(bad_id_on_one_rank, "f_t_tw", 58, BoundsCheckMode.IGNORE)
 
 
 def out_of_range(rank: int, mode: BoundsCheckMode | None) -> str:
@@ -357,15 +430,3 @@ def test_one_id_many_times_is_one_summed_gradient(
         truth.step()
     for name, core in zip(names, cores, strict=True):
         torch.testing.assert_close(found["after"][name].double(), core.detach(), rtol=0, atol=1e-5)
-
-
-def dtypes(rank: int) -> list[torch.dtype]:
-    found = []
-    for output in (SparseType.FP32, SparseType.FP16, SparseType.BF16):
-        module = sharded(ours(), tt_table_wise(0), toy.SGD | {"output_dtype": output})
-        found.append(module(good()).values().dtype)
-    return found
-
-
-def test_output_has_the_type_that_was_asked_for(ranks: RankPool) -> None:
-    assert ranks.run(dtypes)[0] == [torch.float32, torch.float16, torch.bfloat16]

@@ -232,7 +232,7 @@ class ShardedTTCollection(ShardedEmbeddingModule):
         if self._tt_specs and features.variable_stride_per_key():
             raise NotImplementedError(
                 f"TT tables {list(self._tt_specs)}: variable batch sizes per feature are not "
-                "supported"
+                "supported; give all features one batch size"
             )
         check_ids(features, self._id_limits)
         if self._input_keys is None:

@@ -463,6 +463,18 @@ def test_equal_names_in_two_collections_are_apart() -> None:
     ]
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_evaluation(mode: type) -> None:
+    ebc = TTEmbeddingBagCollection(_tables(), tt=SPECS)
+    features = _features()
+    expected = ebc(features).values()
+    ebc.eval()
+    with mode():
+        pooled = ebc(features).values()
+    assert torch.equal(pooled, expected) and not pooled.requires_grad
+    ebc(features).values().sum().backward()  # and training goes on
+
+
 def test_symbolic_trace() -> None:
     ebc = TTEmbeddingBagCollection(_tables(), tt=SPECS)
     traced = torch.fx.symbolic_trace(ebc)

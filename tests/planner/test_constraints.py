@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -96,6 +98,12 @@ def test_tables_of_integers_are_never_compressed(topology) -> None:
 def test_subclasses_of_torchrecs_constraints_are_welcome(topology) -> None:
     entry = plan(topology(100), TeamConstraints(sharding_types=["column_wise"]))
     assert entry.sharding_type == "column_wise"
+
+
+def test_constraints_can_be_copied_and_sent() -> None:
+    constraint = EcoRecConstraints(tt="always", tt_ranks=(4, 8), output_dtype=DataType.FP16)
+    for twin in (copy.deepcopy(constraint), pickle.loads(pickle.dumps(constraint))):
+        assert twin == constraint and twin is not constraint
 
 
 def test_what_is_no_constraint(topology) -> None:

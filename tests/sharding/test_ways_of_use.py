@@ -1,5 +1,6 @@
 """The ways to ask for a TT table, and what users see of it once it is sharded."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -457,3 +458,82 @@ def test_sharders_are_the_default_ones_but_for_pooled_and_sequence_collections()
         assert isinstance(ours[module_type], TTEmbeddingBagCollectionSharder)
     for module_type in (EmbeddingCollection, TTEmbeddingCollection):
         assert isinstance(ours[module_type], TTEmbeddingCollectionSharder)
+
+
+def convert(rank: int) -> None:
+    names = ("t_tw", "t_dp", "t_q")
+    model = toy.shard(toy.model_of_both(names, "meta"), toy.generators(names, 2))
+    batch = toy.make_batch(names, 0, rank)
+    expected = model(batch)[1]
+    assert model.to(torch.device("cpu")).float() is model  # nothing to convert
+    for change in (
+        lambda: model.half(),
+        lambda: model.to(torch.float64),
+        lambda: model.to("meta"),
+        lambda: model.module.ebc.to(torch.bfloat16),
+        lambda: model.module.ec.to(torch.bfloat16),
+    ):
+        with pytest.raises(TypeError, match="cannot be converted .* set data_type .* and the dev"):
+            change()
+        for parameter in model.module.linear.parameters():  # converted before the tables are
+            parameter.data = parameter.data.float()
+    assert torch.equal(model(batch)[1], expected)
+
+
+def test_sharded_tables_cannot_be_converted(ranks: RankPool) -> None:
+    """A new storage would part what is looked up from what is trained and saved."""
+    ranks.run(convert)
+
+
+def train_by_pickled_plan(rank: int) -> list[dict[str, Tensor]]:
+    names = ("t_tw", "t_dp", "d_tw")
+    found = []
+    for copy_of in (lambda plan: plan, lambda plan: pickle.loads(pickle.dumps(plan))):
+        torch.manual_seed(4)
+        model = toy.ToyModel(build("argument", names), toy.configs(names))
+        entries = construct_module_sharding_plan(
+            model.ebc,
+            toy.generators(names, 2),
+            sharder=TTEmbeddingBagCollectionSharder(),
+            device_type="cpu",
+        )
+        plan = copy_of(ShardingPlan({"ebc": entries}))
+        assert plan.plan["ebc"]["t_tw"] == entries["t_tw"]
+        dmp = DistributedModelParallel(
+            model, device=torch.device("cpu"), plan=plan, sharders=get_ecorec_sharders(toy.SGD)
+        )
+        optimizer = toy.optimizer_of(dmp, lambda params: torch.optim.SGD(params, lr=0.05))
+        toy.train_sharded(dmp, optimizer, [toy.make_batch(names, 0, rank)])
+        found.append(toy.whole_state(dmp))
+    return found
+
+
+def test_plans_can_be_sent(ranks: RankPool) -> None:
+    """Planners make a plan on one rank and pickle it for the others."""
+    first, second = ranks.run(train_by_pickled_plan)[0]
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def autocast(rank: int) -> None:
+    names = ("t_tw", "t_dp")
+    model = toy.shard(toy.model_of_both(names, "meta"), toy.generators(names, 2))
+    batch = toy.make_batch(names, 0, rank)
+    exact = model.module.ebc(batch.features).values()
+    with torch.autocast("cpu", torch.bfloat16):
+        pooled = model.module.ebc(batch.features).values()
+        rows = model.module.ec(batch.features)["f_t_tw"].values()
+        loss, logits = model(batch)
+    assert torch.equal(pooled, exact) and rows.dtype is torch.float32
+    assert logits.dtype is torch.bfloat16
+    before = toy.whole_state(model)
+    loss.sum().backward()
+    after = toy.whole_state(model)
+    assert all(
+        after[name].isfinite().all() and not torch.equal(after[name], before[name])
+        for name in after
+        if ".t_tw." in name and after[name].numel()
+    )
+
+
+def test_autocast_leaves_sharded_tables_alone(ranks: RankPool) -> None:
+    ranks.run(autocast)

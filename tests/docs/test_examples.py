@@ -92,3 +92,20 @@ def test_cores_of_fbtt_give_the_rows_that_they_give_there() -> None:
     expected = (product.view(2 * 2, 4) @ third.view(4, 4)).flatten()
     ids = KeyedJaggedTensor(["f"], torch.tensor([row]), lengths=torch.tensor([1]))
     torch.testing.assert_close(ebc(ids).values()[0], expected)
+
+
+def test_optimizers() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "examples" / "optimizers.py"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    norm, *rest = done.stdout.splitlines()
+    assert norm.startswith("norm ")
+    assert rest == [
+        "rate 0.0127",
+        "trained: 3 cores of users",
+        "the gradient of users is not finite; nothing was updated",
+    ]

@@ -102,7 +102,8 @@ class TTEmbeddingBagCollectionSharder(TTCollectionSharder, EmbeddingBagCollectio
     Args:
         fused_params: TorchRec's, for dense and TT tables alike: `optimizer` (an `EmbOptimType` or,
             where all tables are TT, a `torch.optim` class) and its settings, `bounds_check_mode`,
-            `output_dtype`; for TT tables also `workspace_bytes` and `backend`.
+            `output_dtype`; for TT tables also `workspace_bytes`, `backend`, `step_in_backward` and
+            `nonfinite_gradients`.
         qcomm_codecs_registry: quantised communication, as in TorchRec.
         num_dist_groups: slices that the tables of every sharding type are cut into, so that the
             communication of one overlaps the lookup of the next; the numbers stay the same.

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
@@ -299,3 +300,28 @@ def test_a_learning_rate_changed_while_training(ranks: RankPool) -> None:
         mean_loss(truth, step).backward()
         torch.optim.SGD(truth.parameters(), lr=rate).step()
     assert_close(ranks.run(train_changed, init, halve)[0], truth, init)
+
+
+def scale(rank: int, init: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
+    model, optimizer = sharded(init, DEFERRED)
+    scaler = ShardedGradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(batch(step, rank))[0].sum()
+        overflow = float("inf") if (step, rank) == (1, 1) else 1.0
+        scaler.scale(loss * overflow).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return toy.whole_state(model), scaler.get_scale()
+
+
+def test_ranks_agree_on_skipping_a_step_that_overflowed(ranks: RankPool) -> None:
+    truth, init = start()
+    optimizer = sgd(list(truth.parameters()))
+    for step in (0, 2):
+        optimizer.zero_grad()
+        mean_loss(truth, step).backward()
+        optimizer.step()
+    (found, first), (_, second) = ranks.run(scale, init)
+    assert first == second == 512.0
+    assert_close(found, truth, init)

@@ -296,28 +296,26 @@ def test_variable_batches_are_refused_alike_where_they_happen_to_be_equal(ranks:
     ranks.run(uneven_variable_batches)
 
 
-def bad_id_on_one_rank(rank: int, feature: str, limit: int, mode: BoundsCheckMode | None) -> float:
+def bad_id_on_one_rank(rank: int, feature: str, limit: int, mode: BoundsCheckMode | None) -> None:
     names = ("t_tw", "d_rw", "d_tw")
-    tables = toy.configs(names)
     model = toy.shard(
-        toy.ToyModel(toy.collection(tables, device="meta"), tables),
+        toy.model_of_both(names, "meta"),
         toy.generators(names, 2),
         toy.SGD | ({} if mode is None else {"bounds_check_mode": mode}),
     )
-    batch = toy.make_batch(names, 0, rank)
-    model(batch)
-    features = batch.features
-    jagged = {name: jt.values().clone() for name, jt in features.to_dict().items()}
-    jagged[feature][-1] = limit
-    bad = KeyedJaggedTensor(
-        features.keys(), torch.cat(list(jagged.values())), lengths=features.lengths()
-    )
-    if rank == 1 and mode is None:
-        with pytest.raises(ValueError, match=f"feature '{feature}': id {limit} is outside 0"):
-            model.module.ebc(bad)
-    # Rank 0 is in its next step already: this rank's good batch is what it waits for.
-    use = bad if rank == 1 and mode is not None else features
-    return float(model.module.ebc(use).values().detach().sum())
+    features = toy.make_batch(names, 0, rank).features
+    ids = {name: jagged.values().clone() for name, jagged in features.to_dict().items()}
+    ids[feature][-1] = limit
+    bad = KeyedJaggedTensor(features.keys(), torch.cat([*ids.values()]), lengths=features.lengths())
+    for collection in (model.module.ebc, model.module.ec):
+        batch = features
+        if rank == 1 and mode is None:
+            with pytest.raises(ValueError, match=f"feature '{feature}': id {limit} is outside 0"):
+                collection(bad)
+        elif rank == 1:
+            batch = bad
+        # Rank 0 is in an exchange already: this rank's next batch is what it waits for.
+        collection(batch).wait()
 
 
 @pytest.mark.parametrize(("feature", "limit"), [("f_d_rw", 50), ("f_d_tw", 40), ("f_t_tw", 58)])

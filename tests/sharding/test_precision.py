@@ -227,3 +227,28 @@ def test_quantised_communication_is_close_to_the_exact_one(ranks: RankPool) -> N
             for name, value in exact_state.items() if rank == 0 else ():
                 difference = (state[name] - value).abs().max()
                 assert difference < 0.1 * QUANTISED[codecs], (codecs, name, float(difference))
+
+
+def autocast(rank: int) -> None:
+    names = ("t_tw", "t_dp")
+    model = toy.shard(toy.model_of_both(names, "meta"), toy.generators(names, 2))
+    batch = toy.make_batch(names, 0, rank)
+    exact = model.module.ebc(batch.features).values()
+    with torch.autocast("cpu", torch.bfloat16):
+        pooled = model.module.ebc(batch.features).values()
+        rows = model.module.ec(batch.features)["f_t_tw"].values()
+        loss, logits = model(batch)
+    assert torch.equal(pooled, exact) and rows.dtype is torch.float32
+    assert logits.dtype is torch.bfloat16
+    before = toy.whole_state(model)
+    loss.sum().backward()
+    after = toy.whole_state(model)
+    assert all(
+        after[name].isfinite().all() and not torch.equal(after[name], before[name])
+        for name in after
+        if ".t_tw." in name and after[name].numel()
+    )
+
+
+def test_autocast_leaves_sharded_tables_alone(ranks: RankPool) -> None:
+    ranks.run(autocast)

@@ -13,11 +13,6 @@ from torch.distributed.optim import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.fbgemm_qcomm_codec import (
-    CommType,
-    QCommsConfig,
-    get_qcomm_codecs_registry,
-)
 from torchrec.distributed.shard import shard
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
@@ -421,33 +416,6 @@ def test_tables_of_equal_name_in_two_collections_do_not_mix(ranks: RankPool) -> 
     assert on_second == [f"first.embedding_bags.t.tt_cores.{k}" for k in range(3)]
 
 
-def quantised(rank: int) -> tuple[Tensor, Tensor]:
-    names = ("t_tw", "t_q", "d_tw")
-    tables = toy.configs(names)
-    registry = get_qcomm_codecs_registry(
-        QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16),
-        device=torch.device("cpu"),
-    )
-    found = []
-    for codecs in (None, registry):
-        torch.manual_seed(0)
-        model = toy.shard(
-            toy.ToyModel(toy.collection(tables, device="meta"), tables),
-            toy.generators(names, 2),
-            qcomm_codecs_registry=codecs,
-        )
-        optimizer = toy.optimizer_of(model, lambda params: torch.optim.SGD(params, lr=0.05))
-        toy.train_sharded(model, optimizer, [toy.make_batch(names, s, rank) for s in range(3)])
-        found.append(model(toy.make_batch(names, 9, rank))[1])
-    return found[0], found[1]
-
-
-def test_quantised_communication(ranks: RankPool) -> None:
-    for exact, rounded in ranks.run(quantised):
-        torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.02)
-        assert not torch.equal(rounded, exact)
-
-
 def test_sharders_are_the_default_ones_but_for_pooled_and_sequence_collections() -> None:
     ours = {s.module_type: s for s in get_ecorec_sharders(toy.SGD, num_dist_groups=2)}
     assert ours.keys() == {s.module_type for s in get_default_sharders()} | {
@@ -512,28 +480,3 @@ def test_plans_can_be_sent(ranks: RankPool) -> None:
     """Planners make a plan on one rank and pickle it for the others."""
     first, second = ranks.run(train_by_pickled_plan)[0]
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def autocast(rank: int) -> None:
-    names = ("t_tw", "t_dp")
-    model = toy.shard(toy.model_of_both(names, "meta"), toy.generators(names, 2))
-    batch = toy.make_batch(names, 0, rank)
-    exact = model.module.ebc(batch.features).values()
-    with torch.autocast("cpu", torch.bfloat16):
-        pooled = model.module.ebc(batch.features).values()
-        rows = model.module.ec(batch.features)["f_t_tw"].values()
-        loss, logits = model(batch)
-    assert torch.equal(pooled, exact) and rows.dtype is torch.float32
-    assert logits.dtype is torch.bfloat16
-    before = toy.whole_state(model)
-    loss.sum().backward()
-    after = toy.whole_state(model)
-    assert all(
-        after[name].isfinite().all() and not torch.equal(after[name], before[name])
-        for name in after
-        if ".t_tw." in name and after[name].numel()
-    )
-
-
-def test_autocast_leaves_sharded_tables_alone(ranks: RankPool) -> None:
-    ranks.run(autocast)

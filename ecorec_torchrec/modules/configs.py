@@ -67,7 +67,7 @@ class TTEmbeddingConfig(EmbeddingConfig):
     Example::
 
         TTEmbeddingConfig(
-            name="items", num_embeddings=1_000_000, embedding_dim=64, feature_names=["history"],
+            name="movies", num_embeddings=1_000_000, embedding_dim=64, feature_names=["history"],
             tt=TTSpec.suggest(1_000_000, 64, rank=16),
         )
     """

@@ -47,10 +47,10 @@ class TTEmbeddingCollection(TTCollection, EmbeddingCollection):
     Example::
 
         tables = [
-            EmbeddingConfig(name="items", num_embeddings=1_000_000, embedding_dim=64,
+            EmbeddingConfig(name="movies", num_embeddings=1_000_000, embedding_dim=64,
                             feature_names=["history"]),
         ]
-        ec = TTEmbeddingCollection(tables, tt={"items": TTSpec.suggest(1_000_000, 64, rank=16)})
+        ec = TTEmbeddingCollection(tables, tt={"movies": TTSpec.suggest(1_000_000, 64, rank=16)})
         features = KeyedJaggedTensor.from_lengths_sync(
             keys=["history"], values=torch.tensor([7, 999_999, 0]), lengths=torch.tensor([2, 1]),
         )

@@ -158,11 +158,12 @@ class TTEmbeddingCollectionSharder(TTCollectionSharder, EmbeddingCollectionShard
 
     Example::
 
-        ec = TTEmbeddingCollection(tables, tt={"items": spec}, device="meta")
+        ec = TTEmbeddingCollection(tables, tt={"movies": spec}, device="meta")
         sharder = TTEmbeddingCollectionSharder(
             {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.01}
         )
-        sharded = torchrec.distributed.shard.shard(ec, {"items": tt_table_wise(0)}, sharder=sharder)
+        plan = {"movies": tt_table_wise(0)}
+        sharded = torchrec.distributed.shard.shard(ec, plan, sharder=sharder)
     """
 
     def __init__(

@@ -139,9 +139,9 @@ class TablesView:
     """A collection as TorchRec's sharding code reads one: one N x D parameter per table.
 
     TT tables are stood for by a parameter on the meta device. It bears what
-    `apply_optimizer_in_backward` left on the table's own weight or cores, and the optimizer class
-    itself, since TorchRec would turn it into an FBGEMM type, which not all of them have. All but
-    the parameters is the collection's own.
+    `apply_optimizer_in_backward` left on the table's own weight or cores, with the optimizer class
+    itself among the settings, since not all classes have an FBGEMM type. All but the parameters is
+    the collection's own.
     """
 
     def __init__(
@@ -166,6 +166,9 @@ class TablesView:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.table_parameters().items():
+            if name in self._tt_names and hasattr(parameter, "_optimizer_classes"):
+                # The settings name it; of a class TorchRec makes an FBGEMM type, or fails.
+                parameter._optimizer_classes = [None]
             yield f"{tables_name(self._module)}.{name}.weight", parameter
 
     def state_dict(self) -> dict[str, nn.Parameter]:

@@ -285,7 +285,7 @@ REFUSALS = {
         lambda: planned(tt_table_wise(0), {"optimizer": EmbOptimType.LAMB}),
         "'t_tw': optimizer lamb is not supported",
     ),
-    "2D parallelism": (two_dimensional, "2D parallelism is not supported"),
+    "2D parallelism": (two_dimensional, r"\['t_tw'\]: 2D parallelism .* is not supported"),
     "groups": (
         lambda: TTEmbeddingCollectionSharder(num_dist_groups=0),
         "num_dist_groups=0 must be at least 1",

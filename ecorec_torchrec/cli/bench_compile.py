@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 
-import tyro
-
 from ecorec_torchrec.bench.compile_check import CompileOptions, compile_check
+from ecorec_torchrec.cli.options import parse_flags
 
 
 def run(arguments: list[str]) -> None:
-    options = tyro.cli(CompileOptions, args=arguments, prog="ecorec bench compile")
+    options = parse_flags(CompileOptions, arguments, command="bench compile")
     problems = compile_check(options)
     for problem in problems:
         print(problem)

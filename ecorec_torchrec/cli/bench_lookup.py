@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import tyro
-
 from ecorec_torchrec.bench.lookup import LookupOptions, run_lookup
 from ecorec_torchrec.bench.lookup_report import draw, print_cell, read_rows, write_report
+from ecorec_torchrec.cli.options import parse_flags
 
 
 def run(arguments: list[str]) -> None:
-    options = tyro.cli(LookupOptions, args=arguments, prog="ecorec bench lookup")
+    options = parse_flags(LookupOptions, arguments, command="bench lookup")
     for results in run_lookup(options):
         print_cell(results)
     rows = read_rows(Path(options.csv))

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
+from ecorec_torchrec.cli.options import parse_flags
 from ecorec_torchrec.train.config import TrainConfig
 from ecorec_torchrec.train.config_file import load_config
 from ecorec_torchrec.train.launch import process_group
@@ -43,7 +42,7 @@ class QualityOptions:
 
 
 def run(arguments: list[str]) -> None:
-    options = tyro.cli(QualityOptions, args=arguments, prog="ecorec bench quality")
+    options = parse_flags(QualityOptions, arguments, command="bench quality")
     config = load_config(options.config, TrainConfig)
     from ecorec_torchrec.bench.quality import (
         COLUMNS,

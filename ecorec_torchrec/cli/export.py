@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
+from ecorec_torchrec.cli.options import parse_flags
 
 _FORMATS = (".npy", ".pt")
 
@@ -32,7 +32,7 @@ class ExportOptions:
 
 
 def run(arguments: list[str]) -> None:
-    options = tyro.cli(ExportOptions, args=arguments, prog="ecorec export")
+    options = parse_flags(ExportOptions, arguments, command="export")
     from ecorec_torchrec.train.checkpoint import Checkpoints
     from ecorec_torchrec.train.export import export_table
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 _COMMANDS = {
     "train": "train a DLRM with tensor-train tables",
@@ -47,22 +49,23 @@ def run_command(run: object, arguments: list[str]) -> None:
     try:
         run(arguments)
     except KeyboardInterrupt:
-        print("ecorec: interrupted", file=sys.stderr)
-        sys.exit(_INTERRUPTED)
+        _exit(_INTERRUPTED, "interrupted")
     except RunFailedError as error:
-        print(f"ecorec: the run failed: {error}", file=sys.stderr)
-        sys.exit(1)
+        _exit(1, f"the run failed: {error}")
     except FloatingPointError as error:
-        print(f"ecorec: {error}", file=sys.stderr)
-        sys.exit(1)
+        _exit(1, str(error))
     except ValueError as error:
-        print(f"ecorec: {error}", file=sys.stderr)
-        sys.exit(_USER_ERROR)
+        _exit(_USER_ERROR, str(error))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         if error.filename is None:  # not a path that the user gave
             raise
-        print(f"ecorec: {error.filename}: {error.strerror}", file=sys.stderr)
-        sys.exit(_USER_ERROR)
+        _exit(_USER_ERROR, f"{error.filename}: {error.strerror}")
+
+
+def _exit(code: int, message: str) -> NoReturn:
+    rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""  # under torchrun
+    print(f"ecorec: {rank}{message}", file=sys.stderr)
+    sys.exit(code)
 
 
 def _usage() -> str:

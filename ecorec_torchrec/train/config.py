@@ -342,8 +342,8 @@ class OutputConfig:
 class TrainConfig:
     """Train a DLRM whose large tables are tensor-train cores.
 
-    `--config FILE` or `--config NAME` (a configuration that ships with the package) comes first;
-    other flags override it.
+    The values of `--config FILE`, or of `--config NAME` (a configuration that ships with the
+    package), come first; other flags override them.
     """
 
     name: str = "run"
@@ -361,7 +361,8 @@ class TrainConfig:
     the TT tables) on the same batches, and write the figures side by side."""
 
     resume: bool = False
-    """Go on from the newest checkpoint of the run folder."""
+    """Go on from the newest checkpoint of the run folder. Under torchrun, a restarted job does so
+    by itself."""
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

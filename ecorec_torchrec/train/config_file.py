@@ -74,6 +74,8 @@ def _read(name_or_path: str) -> tuple[str, str]:
     path = Path(name_or_path)
     if path.is_file():
         return path.read_text(encoding="utf-8"), str(path)
+    if path.is_dir():
+        raise ValueError(f"--config {name_or_path}: a folder, not a file")
     names = shipped_configs()
     if name_or_path in names:
         file = importlib.resources.files("ecorec_torchrec.configs") / f"{name_or_path}.yaml"

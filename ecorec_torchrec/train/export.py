@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ecorec_torchrec.train.checkpoint import read_progress
+from ecorec_torchrec.train.checkpoint import read_table_rows
 from ecorec_torchrec.train.optimizers import table_of
 from ecorec_torchrec.tt import TTSpec, to_dense
 
@@ -30,7 +30,7 @@ def export_table(checkpoint: Path, table: str, out: Path) -> tuple[int, int]:
     Raises:
         ValueError: the checkpoint holds no such table.
     """
-    tables = read_progress(checkpoint).tables
+    tables = read_table_rows(checkpoint)
     if table not in tables:
         raise ValueError(f"table {table!r} is not in the checkpoint, which has {', '.join(tables)}")
     weights = _read_weights(checkpoint, table)

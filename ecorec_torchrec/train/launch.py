@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
+import time
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     import torch
 
 _SHUTDOWN_TIMEOUT_S = 5
+# How gloo and NCCL say that another rank has gone, and how long this one then waits to be ended.
+_LOST_RANK = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")
+_LOST_RANK_GRACE_S = 3
 # Errors that a user can mend: their message says it all, and no traceback is shown.
 _PLAIN_ERRORS = ("ValueError", "FloatingPointError", "FileNotFoundError")
 
@@ -38,7 +44,9 @@ def launch(config: TrainConfig) -> None:
     is_under_torchrun = "WORLD_SIZE" in os.environ and "LOCAL_RANK" in os.environ
     if is_under_torchrun and config.nproc not in (1, int(os.environ["LOCAL_WORLD_SIZE"])):
         warnings.warn(f"nproc={config.nproc} is ignored under torchrun", stacklevel=2)
-    if is_under_torchrun or config.nproc == 1:
+    if is_under_torchrun:
+        _run_recorded_rank(config)
+    elif config.nproc == 1:
         run_rank(config)
     else:
         _launch_processes(config)
@@ -50,7 +58,21 @@ def run_rank(config: TrainConfig) -> dict[str, Any]:
     from ecorec_torchrec.train.run import run
 
     with process_group(config.train.device) as device:
-        return run(config, device)
+        try:
+            return run(config, device)
+        except RuntimeError as error:
+            if _LOST_RANK.search(str(error)):
+                # The launcher ends this rank as soon as it sees the one that failed first. Were
+                # this one quicker to go, its error would be taken for the cause.
+                time.sleep(_LOST_RANK_GRACE_S)
+            raise
+
+
+def _run_recorded_rank(config: TrainConfig) -> None:
+    """`run_rank`, whose error torchrun and `_launch_processes` find and show."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(run_rank)(config)
 
 
 @contextmanager
@@ -64,11 +86,16 @@ def process_group(device_option: str) -> Iterator[torch.device]:
     """
     import torch.distributed as dist
 
+    from ecorec_torchrec.train.elastic import fresh_store, uses_agent_store
+
     _quiet_libraries()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = _device(device_option, local_rank)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if "WORLD_SIZE" in os.environ:
+    if uses_agent_store():
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=fresh_store(), rank=rank, world_size=world_size)
+    elif "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -120,7 +147,7 @@ def _launch_processes(config: TrainConfig) -> None:
         nproc_per_node=config.nproc,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        run_id=f"ecorec-{os.getpid()}",
+        run_id=f"ecorec-{uuid.uuid4()}",
         max_restarts=0,
         shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
     )
@@ -134,14 +161,8 @@ def _launch_processes(config: TrainConfig) -> None:
 
 
 def _worker(config: TrainConfig) -> None:
-    from torch.distributed.elastic.multiprocessing.errors import record
-
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once: the first process tells the user
-    record(_run_rank_without_result)(config)
-
-
-def _run_rank_without_result(config: TrainConfig) -> None:
-    run_rank(config)
+    _run_recorded_rank(config)
 
 
 def _describe(rank: int, failure: Any) -> str:

@@ -50,6 +50,19 @@ class PlannedModel:
     tt_specs: dict[str, TTSpec]
 
 
+def plan_variant(
+    config: TrainConfig, schema: Schema, variant: Variant, device: torch.device
+) -> PlannedModel:
+    """Plans the model of this run's ranks; all call it together.
+
+    It seeds torch's default generator, from which the MLPs are drawn here and the tables when the
+    model is sharded: nothing may draw from it in between.
+    """
+    torch.manual_seed(config.seed)
+    topology = make_topology(config, device.type, dist.get_world_size())
+    return plan_model(config, schema, variant, topology)
+
+
 def plan_model(
     config: TrainConfig, schema: Schema, variant: Variant, topology: Topology
 ) -> PlannedModel:

@@ -13,14 +13,22 @@ import torch
 import torch.distributed as dist
 
 from ecorec_torchrec.kernels.tt_index.op import numba_error
+from ecorec_torchrec.train.checkpoint import Checkpoints, read_progress
 from ecorec_torchrec.train.config import OptimizerConfig, TrainConfig
 from ecorec_torchrec.train.config_file import dump_config, load_config
 from ecorec_torchrec.train.data import Dataset, load_dataset
+from ecorec_torchrec.train.elastic import is_restart, record_job
 from ecorec_torchrec.train.metrics import Quality
-from ecorec_torchrec.train.model import DENSE, TT, Variant, tt_specs
+from ecorec_torchrec.train.model import DENSE, TT, Variant
+from ecorec_torchrec.train.placement import PlannedModel, plan_variant
 from ecorec_torchrec.train.plots import plot_comparison, plot_metrics
 from ecorec_torchrec.train.report import human_bytes, print_figures
-from ecorec_torchrec.train.run_folder import prepare_run_folder, write_json, write_text
+from ecorec_torchrec.train.run_folder import (
+    SUMMARY_FILE,
+    prepare_run_folder,
+    write_json,
+    write_text,
+)
 from ecorec_torchrec.train.trainer import Trainer, TrainResult
 
 _FP32_BYTES = 4
@@ -44,14 +52,18 @@ def run(config: TrainConfig, device: torch.device) -> dict[str, Any]:
     is_first = dist.get_rank() == 0
     # Mistakes in the configuration are found before an earlier run is moved aside.
     dataset = load_dataset(config.data, config.seed)
-    tt_specs(config.tt, dataset.schema, config.model.embedding_dim)
     if config.plan.file is not None and not Path(config.plan.file).is_file():
         raise ValueError(f"plan.file={config.plan.file!r} does not exist")
+    variant = TT if config.tt.tables else DENSE
+    planned = plan_variant(config, dataset.schema, variant, device)
+    if is_restart(folder):
+        config = replace(config, resume=True)
     if is_first:
         prepare_run_folder(folder, resume=config.resume)
         if config.resume:
-            _check_same_run(load_config(str(folder / "config.yaml"), TrainConfig), config)
+            _check_same_run(folder, config)
         write_text(folder / "config.yaml", dump_config(config))
+        record_job(folder)
         print(f"{config.data.name}: {dataset.describe()}", flush=True)
         if config.tt.tables and device.type == "cpu" and (why := numba_error()) is not None:
             print(
@@ -60,14 +72,12 @@ def run(config: TrainConfig, device: torch.device) -> dict[str, Any]:
                 flush=True,
             )
     dist.barrier()
+    results = [_train(config, dataset, variant, folder, device, planned)]
     if config.compare_dense:
-        results = _train_with_twins(config, dataset, folder, device)
-    else:
-        variant = TT if config.tt.tables else DENSE
-        results = [_train(config, dataset, variant, folder, device)]
+        results += _train_twins(config, dataset, results[0], folder, device)
     summary = summarise(config, dataset, results)
     if is_first:
-        write_json(folder / "summary.json", summary)
+        write_json(folder / SUMMARY_FILE, summary)
         _print_summary(summary, results, folder)
         if config.output.plots:
             _draw(results, folder)
@@ -75,9 +85,16 @@ def run(config: TrainConfig, device: torch.device) -> dict[str, Any]:
     return summary
 
 
-def _check_same_run(before: TrainConfig, now: TrainConfig) -> None:
-    """Refuses to go on with other data, tables or batches than the run began with."""
-    for option in ("seed", "data", "model", "tt", "train.batch_size"):
+def _check_same_run(folder: Path, now: TrainConfig) -> None:
+    """Refuses to go on with other data, tables, optimizers or batches than the run had."""
+    before = load_config(str(folder / "config.yaml"), TrainConfig)
+    options = ["seed", "data", "model", "tt"]
+    options += [f"optim.{part}.name" for part in ("tt", "embedding", "dense")]
+    newest = Checkpoints(folder / "checkpoints", keep=1).newest()
+    if newest is not None and read_progress(newest).batches:
+        # The place inside an epoch is counted in batches; at its end any size will do.
+        options.append("train.batch_size")
+    for option in options:
         old, new = (attrgetter(option)(config) for config in (before, now))
         if old != new:
             raise ValueError(f"resume=True: {option} was {old}, and is now {new}")
@@ -132,23 +149,27 @@ def hashing_rows(
     return {table: max(1, num_bytes // row_bytes) for table, num_bytes in tt_bytes.items()}
 
 
-def _train_with_twins(
-    config: TrainConfig, dataset: Dataset, folder: Path, device: torch.device
+def _train_twins(
+    config: TrainConfig, dataset: Dataset, tt: TrainResult, folder: Path, device: torch.device
 ) -> list[TrainResult]:
-    tt = _train(config, dataset, TT, folder, device)
     tt_bytes = {table: tt.table_bytes[table] for table in config.tt.tables}
     rows = hashing_rows(tt_bytes, config.model.embedding_dim, config.optim.embedding)
     # No table needs more rows than it has ids.
     schema_rows = {feature.name: feature.num_embeddings for feature in dataset.schema.sparse}
     rows = {table: min(count, schema_rows[table]) for table, count in rows.items()}
     twins = [DENSE, Variant("hash_equal_bytes", folded_rows=rows)]
-    return [tt, *(_train_twin(config, dataset, twin, folder, device) for twin in twins)]
+    return [_train_twin(config, dataset, twin, folder, device) for twin in twins]
 
 
 def _train(
-    config: TrainConfig, dataset: Dataset, variant: Variant, folder: Path, device: torch.device
+    config: TrainConfig,
+    dataset: Dataset,
+    variant: Variant,
+    folder: Path,
+    device: torch.device,
+    planned: PlannedModel | None = None,
 ) -> TrainResult:
-    result = Trainer(config, dataset, variant, folder, device).fit()
+    result = Trainer(config, dataset, variant, folder, device, planned=planned).fit()
     gc.collect()  # the next variant's tables need the room
     return result
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+SUMMARY_FILE = "summary.json"  # a run that has it is complete
 METRIC_COLUMNS = ("step", "epoch", "split", "loss", "auc", "ne", "samples_per_second")
 
 

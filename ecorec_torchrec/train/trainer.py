@@ -18,14 +18,14 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from tqdm import tqdm
 
 from ecorec_torchrec.plan import save_plan
-from ecorec_torchrec.train.checkpoint import Checkpoints, Progress, load_checkpoint
+from ecorec_torchrec.train.checkpoint import Checkpoints, Progress
 from ecorec_torchrec.train.config import TrainConfig
 from ecorec_torchrec.train.data import Dataset, RankBatch, Split, fold_ids
 from ecorec_torchrec.train.measure import embedding_bytes
 from ecorec_torchrec.train.metrics import BinaryQuality, Quality
 from ecorec_torchrec.train.model import Variant
 from ecorec_torchrec.train.optimizers import build_optimizer, warm_up
-from ecorec_torchrec.train.placement import make_topology, plan_model, shard_model
+from ecorec_torchrec.train.placement import PlannedModel, plan_variant, shard_model
 from ecorec_torchrec.train.run_folder import MetricsWriter
 
 _CHANCE_MARGIN = 0.005
@@ -67,6 +67,7 @@ class Trainer:
         variant: which model.
         folder: where plan, metrics and checkpoints go (it exists).
         device: of this rank.
+        planned: of `plan_variant`, when the model was planned beforehand.
         quiet: print nothing but warnings.
     """
 
@@ -78,6 +79,7 @@ class Trainer:
         folder: Path,
         device: torch.device,
         *,
+        planned: PlannedModel | None = None,
         quiet: bool = False,
     ) -> None:
         self._config = config
@@ -88,9 +90,8 @@ class Trainer:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._prints = self._rank == 0 and not quiet
 
-        torch.manual_seed(config.seed)
-        topology = make_topology(config, device.type, self._world_size)
-        planned = plan_model(config, dataset.schema, variant, topology)
+        if planned is None:
+            planned = plan_variant(config, dataset.schema, variant, device)
         if self._prints:
             print(f"plan of the {variant.name} model:")
             planned.report.print()
@@ -99,10 +100,10 @@ class Trainer:
         self.model = shard_model(planned, variant, config.optim, device)
         self.optimizer = build_optimizer(self.model, planned.tt_specs, config.optim)
         self._pipeline = TrainPipelineSparseDist(self.model, self.optimizer, device)
-        self._checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
-        self._progress = Progress(
-            tables={f.name: f.num_embeddings for f in dataset.schema.sparse} | variant.folded_rows
-        )
+        rows = {f.name: f.num_embeddings for f in dataset.schema.sparse} | variant.folded_rows
+        self._checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep, rows)
+        self._progress = Progress()
+        self._window = _Window(device)
         torch.manual_seed(config.seed * self._world_size + self._rank + 1)  # dropout
 
     def fit(self) -> TrainResult:
@@ -111,10 +112,8 @@ class Trainer:
         Raises:
             FloatingPointError: the loss is not finite.
         """
-        if self._config.resume and (checkpoint := self._checkpoints.newest()) is not None:
-            self._progress = load_checkpoint(checkpoint, self.model, self.optimizer)
-            if self._prints:
-                print(f"{self._variant.name}: going on from {checkpoint}", flush=True)
+        if self._config.resume:
+            self._go_on()
         progress = self._progress
         self._metrics = self._open_metrics()
         num_steps = self._config.optim.warmup_steps
@@ -124,7 +123,7 @@ class Trainer:
             self._evaluate_epoch()
             if not self._is_out_of_steps() or self._is_epoch_complete():
                 progress.epoch, progress.batches = progress.epoch + 1, 0
-            self._checkpoints.save(self.model, self.optimizer, progress)
+            self._save()
         if self._metrics is not None:
             self._metrics.close()
         speeds = [r["samples_per_second"] for r in progress.history if "samples_per_second" in r]
@@ -137,6 +136,23 @@ class Trainer:
             table_bytes=embedding_bytes(self.model, self.optimizer),
             history=progress.history,
         )
+
+    def _go_on(self) -> None:
+        """Takes everything from the newest checkpoint, where there is one."""
+        found = self._checkpoints.load_newest(self.model, self.optimizer)
+        if found is None:
+            return
+        checkpoint, self._progress = found
+        states = self._progress.rank_states
+        # With another number of ranks the line of metrics.csv that was begun starts anew.
+        if len(states) == self._world_size:
+            self._window = _Window(self._device, states[self._rank]["window"])
+        if self._prints:
+            print(f"{self._variant.name}: going on from {checkpoint}", flush=True)
+
+    def _save(self) -> None:
+        rank_state = {"window": self._window.sums()}
+        self._checkpoints.save(self.model, self.optimizer, self._progress, rank_state)
 
     def evaluate(self, split: Split) -> Quality:
         """Quality on all rows of a split."""
@@ -191,7 +207,6 @@ class Trainer:
         batches = self._batches("train", progress.epoch, progress.batches)
         if options.max_steps is not None:
             batches = itertools.islice(batches, options.max_steps - progress.steps)
-        window = _Window(self._device)
         bar = tqdm(
             self._run(batches),
             desc=f"{self._variant.name} epoch {progress.epoch + 1}/{options.epochs}",
@@ -205,21 +220,21 @@ class Trainer:
             progress.steps += 1
             progress.batches += 1
             self._learning_rates.step()
-            window.add(loss, logits.numel())
-            if window.steps == options.log_every_steps:
-                self._log_window(window)
+            self._window.add(loss, logits.numel())
+            if self._window.steps == options.log_every_steps:
+                self._log_window()
                 bar.set_postfix(loss=f"{progress.history[-1]['loss']:.4f}")
-                window = _Window(self._device)
             if self._is_checkpoint_due():
-                self._checkpoints.save(self.model, self.optimizer, progress)
-        if window.steps:
-            self._log_window(window)
+                self._save()
+        if self._window.steps:
+            self._log_window()
 
     def _is_checkpoint_due(self) -> bool:
         every = self._config.checkpoint.every_steps
         return every is not None and self._progress.steps % every == 0
 
-    def _log_window(self, window: _Window) -> None:
+    def _log_window(self) -> None:
+        window, self._window = self._window, _Window(self._device)
         loss, samples_per_second = window.close()
         if not math.isfinite(loss):
             raise FloatingPointError(self._describe_divergence(loss))
@@ -280,24 +295,37 @@ def _metrics_of(quality: Quality) -> dict[str, float]:
 
 
 class _Window:
-    """Loss and speed of the steps between two log lines."""
+    """Loss and speed of the steps between two log lines.
 
-    def __init__(self, device: torch.device) -> None:
-        self.steps = 0
-        self._rows = 0
+    Args:
+        device: of the losses.
+        sums: of a window that was begun before a checkpoint.
+    """
+
+    def __init__(self, device: torch.device, sums: torch.Tensor | None = None) -> None:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.steps = self._rows = 0
         self._start = time.perf_counter()
+        if sums is not None:
+            loss, rows, elapsed_s, steps = sums.tolist()
+            self._loss += loss
+            self._rows, self.steps = int(rows), int(steps)
+            self._start -= elapsed_s
 
     def add(self, loss: torch.Tensor, num_rows: int) -> None:
         self.steps += 1
         self._rows += num_rows
         self._loss += loss
 
+    def sums(self) -> torch.Tensor:
+        """This rank's loss, rows, seconds and steps; waits for the device."""
+        loss = self._loss.item()
+        elapsed_s = time.perf_counter() - self._start
+        return torch.tensor([loss, self._rows, elapsed_s, self.steps], dtype=torch.float64)
+
     def close(self) -> tuple[float, float]:
         """The mean loss per row and the rows per second of all ranks; they call it together."""
-        sums = self._loss.new_tensor([self._loss.item(), self._rows, 0.0])  # waits for the device
-        sums[2] = time.perf_counter() - self._start
+        sums = self.sums().to(self._loss.device)
         dist.all_reduce(sums)
-        loss, rows, elapsed_s = sums.tolist()
-        world_size = dist.get_world_size()
-        return loss / (self.steps * world_size), rows / (elapsed_s / world_size)
+        loss, rows, elapsed_s, steps = sums.tolist()
+        return loss / steps, rows / (elapsed_s / dist.get_world_size())

@@ -53,6 +53,7 @@ def test_help_lists_the_commands_without_loading_torch(tmp_path: Path) -> None:
     [
         (["trian"], "no command `trian`; did you mean `train`?"),
         (["train", "--config", "nope"], "no such file.*synthetic_tiny"),
+        (["train", "--config", "/"], "--config /: a folder, not a file"),
         (["train", "--config"], "--config needs a file or a name"),
         (["train", "--config=a", "--config=b"], "--config is given twice"),
         (["train", "--config", "synthetic_tiny", "--train.epochs", "0"], "epochs=0 must be >= 1"),
@@ -76,6 +77,18 @@ def test_mistakes_are_messages_not_tracebacks(
     error = capsys.readouterr().err
     assert "Traceback" not in error
     assert re.search(message, error, re.DOTALL)
+
+
+def test_help_of_several_lines_reads_as_one_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "240")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    printed = capsys.readouterr().out
+    assert "one GPU each with nccl). Under torchrun, torchrun's own number counts." in printed
+    assert "dense twin (stock TorchRec) and a hashing twin (dense tables of the bytes of" in printed
+    assert "Attributes:" not in printed
 
 
 def test_flags_override_the_configuration_file() -> None:
@@ -164,23 +177,41 @@ def test_processes_of_ours_and_of_torchrun_train_alike(tmp_path: Path) -> None:
     assert runs["ours"]["auc_tt"] == runs["torchrun"]["auc_tt"]
 
 
-def test_an_error_on_one_rank_ends_all_with_the_first_error(tmp_path: Path) -> None:
-    """The other ranks wait in a collective for up to half an hour otherwise."""
+LAUNCHERS = {
+    "ours": (["-m", "ecorec_torchrec.cli"], ["--nproc", "2"]),
+    "torchrun": (
+        ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "ecorec_torchrec.cli"],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_error_on_one_rank_ends_all_with_the_first_error(tmp_path: Path, launcher: str) -> None:
+    """The other ranks wait in a collective for up to half an hour otherwise, or say first that
+    their connection was closed."""
     lines = ["\t".join(["0", *["1"] * 13, *["a"] * 26])] * 1000
     for name in ("val.txt", "test.txt"):
         (tmp_path / name).write_text("\n".join(lines))
     # Only rank 1 parses this line: it is in the second half of its global batch.
     lines[63] = lines[63].replace("a", "broken", 1)
     (tmp_path / "train.txt").write_text("\n".join(lines))
+    program, flags = LAUNCHERS[launcher]
     started_s = time.monotonic()
     done = start(
-        "-m", "ecorec_torchrec.cli", "train", "--config", "criteo_kaggle", "--data", ".",
-        "--nproc", "2", "--train.batch-size", "64", "--model.embedding-dim", "8",
+        *program, "train", "--config", "criteo_kaggle", "--data", ".", *flags,
+        "--train.batch-size", "64", "--model.embedding-dim", "8",
         "--data.criteo.shuffle-buffer-rows", "1", "--data.criteo.num-embeddings", "100",
         "--data.criteo.val-files", "val.txt", "--data.criteo.test-files", "test.txt",
         folder=tmp_path,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "the run failed: rank 1: train.txt:64: not a Criteo row" in done.stderr
-    assert done.stderr.rstrip().splitlines()[-1].startswith("ecorec: the run failed: rank 1")
     assert time.monotonic() - started_s < 120
+    error = "train.txt:64: not a Criteo row"
+    if launcher == "ours":
+        last = done.stderr.rstrip().splitlines()[-1]
+        assert last.startswith(f"ecorec: the run failed: rank 1: {error}")
+    else:
+        assert f"ecorec: rank 1: {error}" in done.stderr
+        assert f"ValueError: {error}" in done.stderr.partition("Root Cause")[2]
+        assert "Connection closed" not in done.stderr

@@ -18,7 +18,7 @@ class ExportOptions:
     """
 
     run: str
-    """The run folder, such as runs/movielens-100k."""
+    """The run folder, such as runs/movielens-100k, or one of its checkpoints."""
 
     table: str
     """The table."""
@@ -33,14 +33,15 @@ class ExportOptions:
 
 def run(arguments: list[str]) -> None:
     options = parse_flags(ExportOptions, arguments, command="export")
-    from ecorec_torchrec.train.checkpoint import Checkpoints
     from ecorec_torchrec.train.export import export_table
+    from ecorec_torchrec.train.saved_state import find_checkpoint
+    from ecorec_torchrec.train.table_sizes import print_sizes
 
     folder = Path(options.run)
-    checkpoint = Checkpoints(folder / "checkpoints", keep=1).newest()
-    if checkpoint is None:
-        raise ValueError(f"--run {options.run}: no checkpoint in {folder / 'checkpoints'}")
+    checkpoint = find_checkpoint(folder)
     out = Path(options.out) if options.out else folder / f"{options.table}.npy"
     out.parent.mkdir(parents=True, exist_ok=True)
-    shape = export_table(checkpoint, options.table, out)
-    print(f"{out}: {shape[0]:,} rows x {shape[1]} columns, from {checkpoint}")
+    export = export_table(checkpoint, options.table, out)
+    print_sizes(str(checkpoint), [export.table])
+    rows, columns = export.table.num_embeddings, export.table.embedding_dim
+    print(f"{out}: {rows:,} rows x {columns} columns, float32, {export.file_bytes:,} bytes")

@@ -14,6 +14,7 @@ _COMMANDS = {
     "train": "train a DLRM with tensor-train tables",
     "plan": "show or save the plan of a configuration, without training",
     "export": "write the dense weights of a table of a run",
+    "convert": "turn dense tables of a checkpoint into TT cores, and back",
     "bench": "measure quality or speed",
     "env": "versions and hardware, for bug reports",
 }

@@ -53,13 +53,14 @@ def parse_flags(
     paragraphs = _summary(options_type).split("\n\n") + [epilog]
     description = "\n\n".join(" ".join(text.split()) for text in paragraphs).strip()
     _describe_fields(options_type)
-    return tyro.cli(
+    result = tyro.cli(
         options_type,
         default=default,
         args=arguments,
         prog=f"ecorec {command}",
         description=description,
     )
+    return typing.cast(T, result)
 
 
 def _summary(options_type: type) -> str:

@@ -2,45 +2,52 @@
 
 from __future__ import annotations
 
-import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ecorec_torchrec.train.checkpoint import read_table_rows
-from ecorec_torchrec.train.optimizers import table_of
-from ecorec_torchrec.tt import TTSpec, to_dense
+from ecorec_torchrec.train.saved_state import open_state
+from ecorec_torchrec.train.saved_tables import saved_tables
+from ecorec_torchrec.train.table_sizes import TableSize
+from ecorec_torchrec.tt import to_dense
 
 
-def export_table(checkpoint: Path, table: str, out: Path) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Export:
+    """What an export has read and written.
+
+    Attributes:
+        table: as it lies in the checkpoint.
+        file_bytes: of the file, which is float32.
+    """
+
+    table: TableSize
+    file_bytes: int
+
+
+def export_table(checkpoint: Path, table: str, out: Path) -> Export:
     """Writes the `(N, D)` weights of a table as `.npy` or `.pt`; needs no process group.
 
     Args:
-        checkpoint: a folder that `Checkpoints.save` has written, on any number of ranks.
+        checkpoint: as `open_state` takes it, saved on any number of ranks.
         table: its name.
         out: the file; `.npy` files are written piece by piece through a memory map.
 
-    Returns:
-        The shape.
-
     Raises:
-        ValueError: the checkpoint holds no such table.
+        ValueError: the checkpoint holds no such table, or does not tell its rows.
     """
-    tables = read_table_rows(checkpoint)
+    state = open_state(checkpoint)
+    tables = {found.name: found for found in saved_tables(state)}
     if table not in tables:
         raise ValueError(f"table {table!r} is not in the checkpoint, which has {', '.join(tables)}")
-    weights = _read_weights(checkpoint, table)
-    if len(weights) == 1:
-        shape = (weights[0].shape[0], weights[0].shape[1])
-    else:
-        spec = spec_of_cores(weights, tables[table])
-        shape = (spec.num_embeddings, spec.embedding_dim)
-    dense, memory_map = _allocate(shape, out)
-    if len(weights) == 1:
+    found = tables[table]
+    spec = found.spec
+    weights = list(state.read(found.tensors).values())
+    dense, memory_map = _allocate(found.shape, out)
+    if spec is None:
         dense.copy_(weights[0])
     else:
         to_dense(weights, spec, out=dense)
@@ -48,33 +55,8 @@ def export_table(checkpoint: Path, table: str, out: Path) -> tuple[int, int]:
         torch.save(dense, out)
     else:
         memory_map.flush()
-    return shape
-
-
-def spec_of_cores(cores: list[Tensor], num_embeddings: int) -> TTSpec:
-    """The shape of a table from its cores `(p_k, r_{k-1}, q_k, r_k)`."""
-    return TTSpec(
-        num_embeddings,
-        row_factors=tuple(core.shape[0] for core in cores),
-        col_factors=tuple(core.shape[2] for core in cores),
-        ranks=tuple(core.shape[3] for core in cores[:-1]),
-    )
-
-
-def _read_weights(checkpoint: Path, table: str) -> list[Tensor]:
-    """The weight of a dense table, or the cores of a TT table in order."""
-    metadata = dcp.FileSystemReader(checkpoint).read_metadata()
-    weights = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in sorted(metadata.state_dict_metadata.items())
-        if name.startswith("model.")
-        and table_of(name) == table
-        and isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(weights, checkpoint_id=checkpoint)
-    return list(weights.values())
+    size = TableSize(table, *found.shape, spec, found.dense_bytes, found.stored_bytes)
+    return Export(size, out.stat().st_size)
 
 
 def _allocate(shape: tuple[int, int], out: Path) -> tuple[Tensor, np.memmap | None]:

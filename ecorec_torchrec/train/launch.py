@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SHUTDOWN_TIMEOUT_S = 5
 # How gloo and NCCL say that another rank has gone, and how long this one then waits to be ended.
 _LOST_RANK = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")
-_LOST_RANK_GRACE_S = 3
+_LOST_RANK_GRACE_S = 10
 # Errors that a user can mend: their message says it all, and no traceback is shown.
 _PLAIN_ERRORS = ("ValueError", "FloatingPointError", "FileNotFoundError")
 

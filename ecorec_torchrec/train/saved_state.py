@@ -1,12 +1,14 @@
-"""What a state on disk holds, tensor by tensor: nothing is read before it is asked for."""
+"""A state dict on disk, tensor by tensor: nothing is read before it is asked for."""
 
 from __future__ import annotations
 
 import abc
 import math
 import pickle
+import re
+import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 
-from ecorec_torchrec.train.checkpoint import Checkpoints, readable
+from ecorec_torchrec.train.checkpoint import Checkpoints, readable, write_table_rows
 
 
 @dataclass(frozen=True)
@@ -109,9 +113,11 @@ class _FileState(SavedState):
         try:
             content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            what = f"holds a {found[1]}" if found else f"cannot be read ({type(error).__name__})"
             raise ValueError(
-                f"{file} cannot be read ({error}); it must be a state dict of plain tensors, saved "
-                "by torch.save: save that of a sharded model with torch.distributed.checkpoint"
+                f"{file} {what}: it must be a state dict of plain tensors, saved by torch.save "
+                "(that of a sharded model goes through torch.distributed.checkpoint)"
             ) from error
         if not isinstance(content, Mapping):
             raise ValueError(f"{file} holds a {type(content).__name__}, not a state dict")
@@ -133,3 +139,46 @@ def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def write_state(
+    folder: Path,
+    tensors: Mapping[str, TensorInfo],
+    read: Callable[[str], Tensor],
+    table_rows: Mapping[str, int],
+) -> None:
+    """Writes a folder of torch.distributed.checkpoint, one tensor at a time, whole or not at all.
+
+    Args:
+        folder: to be made.
+        tensors: what it is to hold.
+        read: gives the tensor of a name; called once for each, and the tensor is then dropped.
+        table_rows: rows of the tables, which the cores of a TT table do not tell.
+
+    Raises:
+        ValueError: `folder` exists.
+    """
+    if folder.exists():
+        raise ValueError(f"{folder} exists already")
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    state = {
+        name: torch.empty(info.shape, dtype=info.dtype, device="meta")
+        for name, info in tensors.items()
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(state, checkpoint_id=partial, planner=_LazySavePlanner(read), no_dist=True)
+    write_table_rows(partial, table_rows)
+    partial.rename(folder)
+
+
+class _LazySavePlanner(DefaultSavePlanner):
+    """Plans from tensors without values, which it fetches when they are written."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._read(write_item.index.fqn)

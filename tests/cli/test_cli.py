@@ -82,12 +82,12 @@ def test_mistakes_are_messages_not_tracebacks(
 def test_help_of_several_lines_reads_as_one_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "240")
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     printed = capsys.readouterr().out
-    assert "one GPU each with nccl). Under torchrun, torchrun's own number counts." in printed
-    assert "dense twin (stock TorchRec) and a hashing twin (dense tables of the bytes of" in printed
+    assert " torchrun, torchrun's own number counts. (default: 1) " in printed
+    assert " tables of the bytes of the TT tables) on the same batches, and write " in printed
     assert "Attributes:" not in printed
 
 

@@ -316,6 +316,14 @@ class CheckpointConfig:
     keep: int = 1
     """Newest checkpoints kept; 0 writes none."""
 
+    init_from: str | None = None
+    """Start from the weights of this checkpoint (a run folder, or a folder of
+    torch.distributed.checkpoint such as `ecorec convert` writes), with new optimizers."""
+
+    init_may_differ: tuple[str, ...] = ()
+    """Tables, or glob patterns of parameter names, that may be missing in `init_from` or in the
+    model or have another shape; they keep their initial values. Nothing else may."""
+
     def __post_init__(self) -> None:
         _require(self.keep >= 0, "checkpoint.keep", self.keep, "must be >= 0")
         if self.every_steps is not None:

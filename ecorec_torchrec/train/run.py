@@ -18,6 +18,7 @@ from ecorec_torchrec.train.config import OptimizerConfig, TrainConfig
 from ecorec_torchrec.train.config_file import dump_config, load_config
 from ecorec_torchrec.train.data import Dataset, load_dataset
 from ecorec_torchrec.train.elastic import is_restart, record_job
+from ecorec_torchrec.train.initial_weights import check_match, match_weights
 from ecorec_torchrec.train.metrics import Quality
 from ecorec_torchrec.train.model import DENSE, TT, Variant
 from ecorec_torchrec.train.placement import PlannedModel, plan_variant
@@ -29,6 +30,7 @@ from ecorec_torchrec.train.run_folder import (
     write_json,
     write_text,
 )
+from ecorec_torchrec.train.saved_state import open_state
 from ecorec_torchrec.train.trainer import Trainer, TrainResult
 
 _FP32_BYTES = 4
@@ -56,6 +58,9 @@ def run(config: TrainConfig, device: torch.device) -> dict[str, Any]:
         raise ValueError(f"plan.file={config.plan.file!r} does not exist")
     variant = TT if config.tt.tables else DENSE
     planned = plan_variant(config, dataset.schema, variant, device)
+    if config.checkpoint.init_from is not None:
+        state = open_state(Path(config.checkpoint.init_from))
+        check_match(match_weights(state, planned.model), config.checkpoint.init_may_differ)
     if is_restart(folder):
         config = replace(config, resume=True)
     if is_first:
@@ -187,7 +192,8 @@ def _train_twin(
         content = json.loads(result_file.read_text(encoding="utf-8"))
         return TrainResult(**content | {"test": Quality(**content["test"])})
     folder.mkdir(exist_ok=True)
-    config = replace(config, resume=False, checkpoint=replace(config.checkpoint, keep=0))
+    checkpoint = replace(config.checkpoint, keep=0, init_from=None)
+    config = replace(config, resume=False, checkpoint=checkpoint)
     result = _train(config, dataset, variant, folder, device)
     if dist.get_rank() == 0:
         write_json(result_file, asdict(result))

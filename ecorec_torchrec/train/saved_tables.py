@@ -112,6 +112,12 @@ def saved_tables(
     return tables
 
 
+def table_of_key(key: str) -> str | None:
+    """The table that a weight or core belongs to, by its key; None for all else."""
+    match = _TABLE.fullmatch(key)
+    return match["table"] if match else None
+
+
 def model_names(state: SavedState) -> list[str]:
     """The names of all tensors but those of optimizers: `[root.]state.<parameter>.<what>`.
 

@@ -21,6 +21,7 @@ from ecorec_torchrec.plan import save_plan
 from ecorec_torchrec.train.checkpoint import Checkpoints, Progress
 from ecorec_torchrec.train.config import TrainConfig
 from ecorec_torchrec.train.data import Dataset, RankBatch, Split, fold_ids
+from ecorec_torchrec.train.initial_weights import load_weights
 from ecorec_torchrec.train.measure import embedding_bytes
 from ecorec_torchrec.train.metrics import BinaryQuality, Quality
 from ecorec_torchrec.train.model import Variant
@@ -112,8 +113,8 @@ class Trainer:
         Raises:
             FloatingPointError: the loss is not finite.
         """
-        if self._config.resume:
-            self._go_on()
+        if not (self._config.resume and self._go_on()):
+            self._start_from_weights()
         progress = self._progress
         self._metrics = self._open_metrics()
         num_steps = self._config.optim.warmup_steps
@@ -137,11 +138,19 @@ class Trainer:
             history=progress.history,
         )
 
-    def _go_on(self) -> None:
+    def _start_from_weights(self) -> None:
+        options = self._config.checkpoint
+        if options.init_from is None:
+            return
+        match = load_weights(options.init_from, self.model, may_differ=options.init_may_differ)
+        if self._prints:
+            print(f"{match.describe()}; the optimizers start anew", flush=True)
+
+    def _go_on(self) -> bool:
         """Takes everything from the newest checkpoint, where there is one."""
         found = self._checkpoints.load_newest(self.model, self.optimizer)
         if found is None:
-            return
+            return False
         checkpoint, self._progress = found
         states = self._progress.rank_states
         # With another number of ranks the line of metrics.csv that was begun starts anew.
@@ -149,6 +158,7 @@ class Trainer:
             self._window = _Window(self._device, states[self._rank]["window"])
         if self._prints:
             print(f"{self._variant.name}: going on from {checkpoint}", flush=True)
+        return True
 
     def _save(self) -> None:
         rank_state = {"window": self._window.sums()}

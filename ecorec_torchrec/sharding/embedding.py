@@ -9,9 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionContext,
+    ShardedEmbeddingCollection,
+)
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
@@ -19,7 +25,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
 
@@ -120,5 +126,36 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
     def _embeddings(self, output: dict[str, JaggedTensor]) -> Iterable[Tensor]:
         return [feature.values() for feature in output.values()]
 
+    # TorchRec cannot shape the lengths of a batch without examples, as a rank's last one may be: it
+    # is given one example without ids, which is dropped from the output.
+
+    def input_dist(
+        self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        ctx.without_examples = isinstance(features, KeyedJaggedTensor) and features.stride() == 0
+        return super().input_dist(ctx, features)
+
+    def _checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        features = super()._checked(features)
+        if features.stride() > 0:
+            return features
+        keys, values = features.keys(), features.values()
+        return KeyedJaggedTensor(keys, values, lengths=values.new_zeros(len(keys)), stride=1)
+
+    def _watched(
+        self, ctx: EmbeddingCollectionContext, awaitable: LazyAwaitable[dict[str, JaggedTensor]]
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        awaitable = super()._watched(ctx, awaitable)
+        if ctx.without_examples:
+            awaitable.callbacks.append(_without_examples)
+        return awaitable
+
     def _embedding_dim_for_sharding_type(self, sharding_type: str) -> int:
         return super()._embedding_dim_for_sharding_type(sharding_type_of(sharding_type))
+
+
+def _without_examples(output: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+    return {
+        name: JaggedTensor(rows.values(), rows.weights_or_none(), rows.lengths()[:0])
+        for name, rows in output.items()
+    }

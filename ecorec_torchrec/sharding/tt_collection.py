@@ -257,12 +257,12 @@ class ShardedTTCollection(ShardedEmbeddingModule):
         return [name for name in self._tt_specs if name in found]
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[Any]:
-        return self._guarded(super().compute_and_output_dist(ctx, input))
+        return self._watched(ctx, super().compute_and_output_dist(ctx, input))
 
     def output_dist(self, ctx: Any, output: list[Tensor]) -> LazyAwaitable[Any]:
-        return self._guarded(super().output_dist(ctx, output))
+        return self._watched(ctx, super().output_dist(ctx, output))
 
-    def _guarded(self, awaitable: LazyAwaitable[Any]) -> LazyAwaitable[Any]:
+    def _watched(self, ctx: Any, awaitable: LazyAwaitable[Any]) -> LazyAwaitable[Any]:
         """Without an optimizer evaluation works; a backward pass stops at once, on every rank."""
         if self._untrainable:
             awaitable.callbacks.append(self._refuse_backward)

@@ -201,6 +201,21 @@ def test_sequences_without_ids(ranks: RankPool) -> None:
     ranks.run(empty_batches)
 
 
+def without_examples(rank: int) -> dict[str, tuple[Tensor, ...]]:
+    names = ("t_tw", "t_dp", "d_tw")
+    tables = toy.sequence_configs(names)
+    module = sharded(toy.sequence_collection(tables, "meta", need_indices=True))
+    return as_tensors(module(toy.make_batch(names, 0, rank, 4 * rank).features).wait())
+
+
+def test_a_rank_without_examples(ranks: RankPool) -> None:
+    """Its last batch may be: TorchRec fails on the reshape of the lengths."""
+    empty, other = ranks.run(without_examples)
+    for rows, lengths, ids in empty.values():
+        assert rows.shape == (0, 16) and lengths.shape == (0,) and ids.shape == (0,)
+    assert all(lengths.shape == (4,) for _, lengths, _ in other.values())
+
+
 def deduplicated(rank: int) -> None:
     torch.manual_seed(1)
     with pytest.warns(UserWarning, match="use_index_dedup=True is ignored"):

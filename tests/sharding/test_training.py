@@ -111,7 +111,7 @@ CASES = {
     "sequence_uneven": Case(
         names=("t_tw", "t_tw2", "t_q", "t_dp", "d_tw"),
         world_size=4,
-        batch_sizes=(5, 1, 7, 2),
+        batch_sizes=(5, 0, 7, 2),
         sequence=True,
         max_length=1,
     ),

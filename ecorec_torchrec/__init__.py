@@ -10,6 +10,7 @@ from typing import Any
 _PUBLIC_NAMES = {
     "EcoRecConstraints": "planner",
     "EcoRecPlanner": "planner",
+    "EcoRecTrainPipeline": "pipeline",
     "TTEmbeddingBagCollection": "modules",
     "TTEmbeddingBagCollectionSharder": "sharding",
     "TTEmbeddingBagConfig": "modules",

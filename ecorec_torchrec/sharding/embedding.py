@@ -27,9 +27,9 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from ecorec_torchrec.dist import sharding_type_of
 from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
 
-from .dist_groups import sharding_type_of
 from .infos import settle_infos
 from .shardings import TTDpSequenceEmbeddingSharding, TTTwSequenceEmbeddingSharding
 from .tables import TablesView, resolve_tt_tables

@@ -10,10 +10,10 @@ from torch import nn
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.types import ShardingType
 
+from ecorec_torchrec.dist import NUM_DIST_GROUPS, split_dist_groups
 from ecorec_torchrec.lookup import TT_ONLY_SETTINGS, TTSettings
 from ecorec_torchrec.tt import TTSpec
 
-from .dist_groups import NUM_DIST_GROUPS, split_dist_groups
 from .output_types import check_output_types
 
 

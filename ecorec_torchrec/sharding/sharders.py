@@ -22,10 +22,10 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from ecorec_torchrec.dist import NUM_DIST_GROUPS
 from ecorec_torchrec.modules import TTEmbeddingBagCollection, TTEmbeddingCollection
 from ecorec_torchrec.plan.tables import core_specs
 
-from .dist_groups import NUM_DIST_GROUPS
 from .embedding import ShardedTTEmbeddingCollection
 from .embedding_bag import ShardedTTEmbeddingBagCollection
 from .tables import TablesView, tt_table_names

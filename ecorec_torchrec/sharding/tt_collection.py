@@ -28,6 +28,7 @@ from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.optim.fused import EmptyFusedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ecorec_torchrec.dist import GroupedKJTListSplitsAwaitable
 from ecorec_torchrec.lookup import (
     CoreSlice,
     FusedTTKernel,
@@ -215,7 +216,9 @@ class ShardedTTCollection(ShardedEmbeddingModule):
     # Input, and what stops a backward pass
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """As TorchRec's, after checks that would else fail within or after a collective.
+        """As TorchRec's, but the lookup of a dist group waits for the ids of that group only.
+
+        The input is checked first: what is wrong with it would else fail in or after a collective.
 
         Raises:
             TypeError, ValueError: the input is broken, see `check_features`; an id on the CPU has
@@ -224,7 +227,8 @@ class ShardedTTCollection(ShardedEmbeddingModule):
         """
         if not isinstance(features, TensorDict):  # which TorchRec makes a KeyedJaggedTensor
             features = self._checked(features)
-        return super().input_dist(ctx, features)
+        stock = super().input_dist(ctx, features)
+        return GroupedKJTListSplitsAwaitable(stock, self._device or torch.device("cpu"))
 
     def _checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         names = [name for c in getattr(self, self._configs_name) for name in c.feature_names]

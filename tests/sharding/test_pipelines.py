@@ -17,6 +17,7 @@ from torchrec.distributed.train_pipeline import (
 )
 from torchrec.distributed.train_pipeline.experimental_pipelines import TrainPipelineSparseDistT
 
+from ecorec_torchrec import EcoRecTrainPipeline
 from ecorec_torchrec.lookup import FusedTTKernel
 from ecorec_torchrec.testing import RankPool, toy
 
@@ -25,6 +26,7 @@ PIPELINES = {
     "sparse_dist": TrainPipelineSparseDist,
     "lite": train_pipelines.TrainPipelineSparseDistLite,
     "t": TrainPipelineSparseDistT,
+    "ecorec": EcoRecTrainPipeline,
 }
 EPOCHS, BATCHES = 3, 4
 NAMES = tuple(toy.ROWS)

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from ecorec_torchrec.sharding.dist_groups import split_dist_groups
+from ecorec_torchrec.dist import split_dist_groups
 from ecorec_torchrec.testing import RankPool, toy
 
 

@@ -1,0 +1,8 @@
+"""The train pipeline in which dist groups overlap too.
+
+Replaces `TrainPipelineSparseDist`.
+"""
+
+from .train_pipeline import EcoRecTrainPipeline
+
+__all__ = ["EcoRecTrainPipeline"]

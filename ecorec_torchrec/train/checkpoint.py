@@ -189,9 +189,11 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def _unreadable(path: Path, cause: BaseException) -> ValueError:
+    # What torch says of a file that is no pickle is a page of advice.
+    said = "" if isinstance(cause, pickle.UnpicklingError) else f": {cause}"
     return ValueError(
-        f"the checkpoint {path} cannot be read ({type(cause).__name__}: {cause}); remove that "
-        "folder to go on from the one before it"
+        f"the checkpoint {path} cannot be read ({type(cause).__name__}{said}); remove that folder "
+        "to go on from the one before it"
     )
 
 

@@ -9,7 +9,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from ecorec_torchrec.train.checkpoint import readable
 from ecorec_torchrec.train.saved_state import SavedState, open_state
@@ -76,7 +77,7 @@ def match_weights(state: SavedState, model: nn.Module) -> WeightMatch:
         state: of `open_state`; in a DCP folder the model may lie under any key.
         model: unsharded or sharded.
     """
-    own = {name: tuple(value.size()) for name, value in model.state_dict().items()}
+    own = {name: _whole_shape(value) for name, value in model.state_dict().items()}
     saved_names = model_names(state)
     prefix = _common_prefix(saved_names, own)
     saved = {
@@ -143,6 +144,11 @@ def load_weights(
         dcp.load({match.prefix + n: values[n] for n in match.matching}, checkpoint_id=state.path)
     model.load_state_dict(values)
     return match
+
+
+def _whole_shape(value: Tensor | ShardedTensor) -> tuple[int, ...]:
+    # Asked in the ordinary way, a ShardedTensor warns that it is deprecated.
+    return tuple(value.metadata().size if isinstance(value, ShardedTensor) else value.shape)
 
 
 def _common_prefix(saved: Iterable[str], own: Iterable[str]) -> str:

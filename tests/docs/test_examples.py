@@ -109,3 +109,18 @@ def test_optimizers() -> None:
         "trained: 3 cores of users",
         "the gradient of users is not finite; nothing was updated",
     ]
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "examples" / "checkpoints.py", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    resumed, unsharded, partial, *_, converted = done.stdout.splitlines()
+    assert resumed == "resumed at 4: equal True"
+    assert unsharded == "unsharded: loaded 6 tensors"
+    assert partial.startswith("4 tensors of ")
+    assert converted.startswith("converted: ['users'] to ")

@@ -161,8 +161,16 @@ def test_an_earlier_run_is_moved_aside(tmp_path: Path) -> None:
 
 def test_a_mistake_moves_no_earlier_run_aside(tiny_config: TrainConfig) -> None:
     run_alone(tiny_config)
-    tiny_config.tt = replace(tiny_config.tt, tables=("sparse_99",))
+    tt = tiny_config.tt
+    tiny_config.tt = replace(tt, tables=("sparse_99",))
     with pytest.raises(ValueError, match="no table 'sparse_99'"):
+        run_alone(tiny_config)
+    tiny_config.tt = tt
+    plan = Path(tiny_config.output.folder) / "tiny" / "plan.yaml"
+    tiny_config.plan.file = str(plan.with_name("other.yaml"))
+    other_rows = plan.read_text().replace("num_embeddings: 200", "num_embeddings: 300")
+    Path(tiny_config.plan.file).write_text(other_rows)
+    with pytest.raises(ValueError, match="num_embeddings"):
         run_alone(tiny_config)
     folder = Path(tiny_config.output.folder)
     assert [path.name for path in folder.iterdir()] == ["tiny"]

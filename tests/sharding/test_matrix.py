@@ -94,7 +94,7 @@ class Cell:
     def model(self, device: str = "cpu") -> toy.ToyModel:
         if self.collection == "sequence":
             configs = toy.sequence_configs(self.names, self.data_type)
-            return toy.ToyModel(None, configs, toy.sequence_collection(configs, device))
+            return toy.ToyModel(None, ec=toy.sequence_collection(configs, device))
         pooling = PoolingType.MEAN if self.pooling == "mean" else PoolingType.SUM
         tables = toy.configs(self.names, pooling, self.data_type)
         return toy.ToyModel(toy.collection(tables, self.is_weighted, device), tables)

@@ -139,8 +139,13 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
         features = super()._checked(features)
         if features.stride() > 0:
             return features
-        keys, values = features.keys(), features.values()
-        return KeyedJaggedTensor(keys, values, lengths=values.new_zeros(len(keys)), stride=1)
+        return KeyedJaggedTensor(
+            features.keys(),
+            features.values(),
+            features.weights_or_none(),
+            lengths=features.lengths().new_zeros(len(features.keys())),
+            stride=1,
+        )
 
     def _watched(
         self, ctx: EmbeddingCollectionContext, awaitable: LazyAwaitable[dict[str, JaggedTensor]]

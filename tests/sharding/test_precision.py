@@ -132,10 +132,9 @@ def _assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
 def sequences(rank: int) -> list[torch.dtype]:
     found = []
     names = ("t_tw", "t_tw2")
-    tables = toy.sequence_configs(names)
     for output_type in OUTPUT_TYPES:
         model = toy.shard(
-            toy.ToyModel(None, tables, toy.sequence_collection(tables, "meta")),
+            toy.sequence_model(names, "meta"),
             toy.generators(names, 2),
             toy.SGD | {"output_dtype": output_type},
         )

@@ -22,20 +22,30 @@ def make_state(optimizer: Optimizer) -> None:
     """Makes the state that Adam and SGD with momentum make in their first step.
 
     A checkpoint is loaded into state that exists. Weights and counters stay as they are.
+
+    Raises:
+        ValueError: the optimizer has state that does not start at zero, such as NAdam's
+            `mu_product`: what it started at cannot be told from what the first step made of it.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(optimizer.state.get(param) for param in params):
         return
     weights = [param.clone() for param in params]
     for param in params:
+        param.zero_()  # weight decay adds weights to gradients
         param.grad = torch.zeros_like(param)
     optimizer.step()
     for param, weight in zip(params, weights, strict=True):
         param.copy_(weight)
         param.grad = None
     for state in optimizer.state.values():
-        for value in state.values():
+        for key, value in state.items():
             if isinstance(value, Tensor):
+                if key != "step" and value.any():
+                    raise ValueError(
+                        f"{type(optimizer).__name__} keeps {key!r}, which does not start at zero, "
+                        "and cannot step TT tables by groups: use torchrec's KeyedOptimizerWrapper"
+                    )
                 value.zero_()
 
 

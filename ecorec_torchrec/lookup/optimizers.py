@@ -142,7 +142,7 @@ def mark_in_backward(parameters: Iterable[nn.Parameter], optimizer: FusedOptimiz
 
 
 class GroupKeyedOptimizer(KeyedOptimizer):
-    """Any torch optimizer over named parameters, stepping the flat leaves behind core slices.
+    """A torch optimizer over named parameters, stepping the flat leaves behind core slices.
 
     Replaces `KeyedOptimizerWrapper` for data-parallel TT tables: a group of T tables costs K
     tensors per step instead of T x K. Names, state and state dict are per table, as without it.
@@ -153,8 +153,9 @@ class GroupKeyedOptimizer(KeyedOptimizer):
         nonfinite_gradients: "ignore", "skip" or "stop", see `NonfiniteGuard`.
 
     Raises:
-        ValueError: only some tables of a group are among `params`; or `nonfinite_gradients` is
-            not one of the three.
+        ValueError: only some tables of a group are among `params`; `nonfinite_gradients` is not
+            one of the three; or the optimizer has state that does not start at zero (NAdam, Rprop,
+            ASGD).
 
     Example::
 

@@ -188,6 +188,24 @@ def test_making_state_changes_no_weight_even_with_eps_zero() -> None:
     assert all(torch.equal(flat, old) for flat, old in zip(group.flat, before, strict=True))
 
 
+def test_optimizers_whose_state_does_not_start_at_zero_are_refused() -> None:
+    """Their first updates would else be wrong; core by core they work."""
+    group = make_group()
+    truth, cores = twins(group), group.named_slices()
+    before = [flat.detach().clone() for flat in group.flat]
+    with pytest.raises(ValueError, match="^NAdam keeps 'mu_product', .* KeyedOptimizerWrapper"):
+        GroupKeyedOptimizer(cores, lambda params: torch.optim.NAdam(params, weight_decay=0.1))
+    assert all(torch.equal(flat, old) for flat, old in zip(group.flat, before, strict=True))
+    optimizers = [KeyedOptimizerWrapper(cores, torch.optim.NAdam), torch.optim.NAdam(truth)]
+    for step in range(3):
+        for tensors, optimizer in zip((group.flat, truth), optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(tensors, step)
+            optimizer.step()
+    for flat, twin in zip(group.flat, truth, strict=True):
+        torch.testing.assert_close(flat, twin, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_small_updates_of_16_bit_cores_add_up(dtype: torch.dtype) -> None:
     group = make_group(dtype)

@@ -257,6 +257,9 @@ class OptimConfig:
             )
         rule = "is no fused optimizer of TorchRec: use adam, or one of the others"
         _require(self.embedding.name != "adamw", "optim.embedding.name", "adamw", rule)
+        rule = "is for tables: the biases of the MLPs have no rows; use adagrad"
+        name = "rowwise_adagrad"
+        _require(self.dense.name != name, "optim.dense.name", name, rule)
 
 
 @dataclass(kw_only=True, slots=True)

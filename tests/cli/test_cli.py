@@ -57,6 +57,7 @@ def test_help_lists_the_commands_without_loading_torch(tmp_path: Path) -> None:
         (["train", "--config"], "--config needs a file or a name"),
         (["train", "--config=a", "--config=b"], "--config is given twice"),
         (["train", "--config", "synthetic_tiny", "--train.epochs", "0"], "epochs=0 must be >= 1"),
+        (["train", "--optim.dense.name", "rowwise_adagrad"], "biases of the MLPs have no rows"),
         (["train", "--plan.file", "nope.yaml"], "plan.file='nope.yaml' does not exist"),
         (["bench", "qualty"], "no benchmark 'qualty'; there are .*quality"),
         (

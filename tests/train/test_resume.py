@@ -101,7 +101,8 @@ def configure(
     config.train.max_steps = schedule.steps
     config.checkpoint = replace(config.checkpoint, every_steps=schedule.checkpoint_every)
     config.optim.tt = OptimizerConfig(name=optimizer, learning_rate=4e-3)
-    config.optim.dense = OptimizerConfig(name=optimizer, learning_rate=1e-3)
+    mlp: OptimizerName = "adagrad" if optimizer == "rowwise_adagrad" else optimizer
+    config.optim.dense = OptimizerConfig(name=mlp, learning_rate=1e-3)
     dense_tables = "rowwise_adagrad" if optimizer.startswith("adam") else optimizer
     config.optim.embedding = OptimizerConfig(name=dense_tables, learning_rate=0.05)
     return config
@@ -121,8 +122,7 @@ def train(config: TrainConfig, folder: Path, killed_at: int | None = None) -> No
 
 
 def straight_and_resumed(rank: int, config: TrainConfig, folder: str, killed_at: int) -> None:
-    train(config, Path(folder, "straight"))
-    train(config, Path(folder, "killed"), killed_at)
+    straight_and_killed(rank, config, folder, killed_at)
     torch.manual_seed(99)
     train(replace(config, resume=True), Path(folder, "killed"))
 
@@ -176,3 +176,24 @@ def test_a_killed_run_that_goes_on_equals_the_straight_one(
         straight_and_resumed, config, str(tmp_path), schedule.killed_at, world_size=world_size
     )
     assert_same_checkpoint(newest(tmp_path / "straight"), newest(tmp_path / "killed"))
+
+
+def straight_and_killed(rank: int, config: TrainConfig, folder: str, killed_at: int) -> None:
+    train(config, Path(folder, "straight"))
+    train(config, Path(folder, "killed"), killed_at)
+
+
+def test_a_run_goes_on_under_another_plan(
+    tiny_config: TrainConfig, tmp_path: Path, ranks: Any
+) -> None:
+    """Every table-wise table has another owner; where a table lies changes no number of it."""
+    config = configure(tiny_config, tmp_path, "adam", SHORT)
+    write_plan(tmp_path / "plan.yaml", 2)
+    ranks.run(straight_and_killed, config, str(tmp_path), SHORT.killed_at)
+    write_plan(tmp_path / "plan.yaml", 2, first_owner=1)
+    ranks.run(train_on_rank, replace(config, resume=True), str(tmp_path / "killed"))
+    assert_same_checkpoint(newest(tmp_path / "straight"), newest(tmp_path / "killed"))
+
+
+def train_on_rank(rank: int, config: TrainConfig, folder: str) -> None:
+    train(config, Path(folder))

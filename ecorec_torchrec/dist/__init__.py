@@ -3,11 +3,12 @@
 Replaces `KJTListSplitsAwaitable`, which waits for the ids of all groups before the first lookup.
 """
 
-from .groups import NUM_DIST_GROUPS, sharding_type_of, split_dist_groups
+from .groups import DIST_GROUPS, DistGroups, sharding_type_of, split_dist_groups
 from .input_dist import GroupedKJTList, GroupedKJTListAwaitable, GroupedKJTListSplitsAwaitable
 
 __all__ = [
-    "NUM_DIST_GROUPS",
+    "DIST_GROUPS",
+    "DistGroups",
     "GroupedKJTList",
     "GroupedKJTListAwaitable",
     "GroupedKJTListSplitsAwaitable",

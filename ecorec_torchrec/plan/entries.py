@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -27,10 +27,40 @@ WHY_TT_IS_NOT_CUT = (
 
 
 @dataclass
-class TTParameterSharding(ParameterSharding):
+class GroupedParameterSharding(ParameterSharding):
+    """Plan entry that may say in which dist group the ids and outputs of its table travel.
+
+    Args:
+        dist_group: the group, from 0, in the order in which groups are looked up; None leaves it
+            to the sharder's `num_dist_groups`. See `in_dist_group`.
+
+    Raises:
+        TypeError: `dist_group` is not an integer.
+        ValueError: `dist_group` is negative.
+    """
+
+    dist_group: int | None = None
+
+    def __post_init__(self) -> None:
+        check_dist_group(self.dist_group)
+
+
+def check_dist_group(dist_group: int | None) -> None:
+    """Raises TypeError or ValueError if it is neither None nor an integer from 0 on."""
+    if dist_group is None:
+        return
+    if type(dist_group) is not int:
+        raise TypeError(f"dist_group must be an integer, got {dist_group!r}")
+    if dist_group < 0:
+        raise ValueError(f"dist_group={dist_group} must be at least 0")
+
+
+@dataclass
+class TTParameterSharding(GroupedParameterSharding):
     """Plan entry of a TT table: a `ParameterSharding` that carries the shape of the cores.
 
     Args:
+        dist_group: see `GroupedParameterSharding`.
         tt: shape of the table; None leaves it to the table's config (`TTEmbeddingBagConfig.tt`,
             `TTEmbeddingConfig.tt`) or to the `tt=` argument of its collection.
 
@@ -94,6 +124,45 @@ def tt_data_parallel(*, tt: TTSpec | None = None) -> ParameterShardingGenerator:
         plan = construct_module_sharding_plan(ebc, {"users": tt_data_parallel(tt=spec)})
     """
     return _tt_generator(data_parallel(), tt)
+
+
+def in_dist_group(
+    dist_group: int, generator: ParameterShardingGenerator
+) -> ParameterShardingGenerator:
+    """The table of `generator`, dense or TT, in a dist group of its plan's choice.
+
+    The groups of a sharding type are looked up in the order of their numbers, and each travels
+    while the next is looked up. Groups need not have tables on every rank.
+
+    Args:
+        dist_group: from 0.
+        generator: places the table, such as `table_wise(0)` or `tt_table_wise(1, tt=spec)`.
+
+    Raises:
+        TypeError, ValueError: (by the generator) see `GroupedParameterSharding`.
+
+    Example::
+
+        construct_module_sharding_plan(
+            ebc,
+            {
+                "genders": in_dist_group(0, table_wise(rank=1, compute_kernel="fused")),
+                "users": in_dist_group(1, tt_table_wise(1, tt=spec)),
+            },
+        )
+    """
+
+    def grouped(*args: Any, **kwargs: Any) -> ParameterSharding:
+        return with_dist_group(generator(*args, **kwargs), dist_group)
+
+    return grouped
+
+
+def with_dist_group(entry: ParameterSharding, dist_group: int) -> GroupedParameterSharding:
+    """The entry with its table in that group."""
+    if isinstance(entry, GroupedParameterSharding):
+        return replace(entry, dist_group=dist_group)
+    return GroupedParameterSharding(**vars(entry), dist_group=dist_group)
 
 
 def _tt_generator(

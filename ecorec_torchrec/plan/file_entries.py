@@ -29,7 +29,9 @@ from .entries import (
     TT_COMPUTE_KERNEL,
     TT_SHARDING_TYPES,
     WHY_TT_IS_NOT_CUT,
+    GroupedParameterSharding,
     TTParameterSharding,
+    with_dist_group,
 )
 from .tables import ModelTable
 from .yaml_text import Section
@@ -42,6 +44,7 @@ ENTRY_KEYS = (
     "ranks",
     "device",
     "tt",
+    "dist_group",
     "shards",
     "enforce_hbm",
     "stochastic_rounding",
@@ -137,6 +140,8 @@ def entry_to_mapping(
             "col_factors": list(entry.tt.col_factors),
             "ranks": list(entry.tt.ranks),
         }
+    if isinstance(entry, GroupedParameterSharding) and entry.dist_group is not None:
+        mapping["dist_group"] = entry.dist_group
     mapping |= _shards_to_mapping(where, entry, ranks, shape, world)
     return mapping | _options_to_mapping(where, entry)
 
@@ -147,6 +152,16 @@ def entry_from_section(section: Section, table: ModelTable, world: World) -> Par
     Raises:
         ValueError: the entry does not fit the table or the world.
     """
+    entry = _ungrouped_entry(section, table, world)
+    if not section.has("dist_group"):
+        return entry
+    dist_group = section.integer("dist_group")
+    if dist_group < 0:
+        raise section.error(f"`dist_group`: {dist_group} must be at least 0")
+    return with_dist_group(entry, dist_group)
+
+
+def _ungrouped_entry(section: Section, table: ModelTable, world: World) -> ParameterSharding:
     for key in ("num_embeddings", "embedding_dim"):
         if section.has(key) and section.integer(key) != getattr(table, key):
             raise section.error(

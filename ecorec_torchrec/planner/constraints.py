@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, fields
 
 from torchrec.distributed.planner.types import ParameterConstraints
 
+from ecorec_torchrec.plan import check_dist_group
+
 TT_MODES = ("auto", "always", "never")
 
 
 @dataclass
 class EcoRecConstraints(ParameterConstraints):
-    """TorchRec's `ParameterConstraints`, and whether the table may be compressed.
+    """TorchRec's `ParameterConstraints`, whether the table may be compressed, and its dist group.
 
     Compression loses accuracy, so a plain dense table becomes TT only where `tt_ranks` allows it.
     A table whose config has a TT shape of its own keeps that shape.
@@ -23,11 +25,13 @@ class EcoRecConstraints(ParameterConstraints):
             "always" compresses it; "never" keeps it dense.
         tt_ranks: the TT ranks that the planner may choose from, for a table without a shape of its
             own. The highest that fits is taken.
+        dist_group: the dist group of the table, from 0, see `GroupedParameterSharding`; None leaves
+            it to the sharder's `num_dist_groups`.
 
     Raises:
-        TypeError: `tt_ranks` is no collection of integers.
-        ValueError: `tt` is none of the three, a rank is below 1, or a pooling factor is negative
-            or not finite.
+        TypeError: `tt_ranks` is no collection of integers, `dist_group` no integer.
+        ValueError: `tt` is none of the three, a rank is below 1, `dist_group` is negative, or a
+            pooling factor is negative or not finite.
 
     Example::
 
@@ -40,6 +44,7 @@ class EcoRecConstraints(ParameterConstraints):
 
     tt: str = field(default="auto", kw_only=True)
     tt_ranks: tuple[int, ...] = field(default=(), kw_only=True)
+    dist_group: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if isinstance(self.tt_ranks, str) or not isinstance(self.tt_ranks, Iterable):
@@ -53,6 +58,7 @@ class EcoRecConstraints(ParameterConstraints):
             not (math.isfinite(factor) and factor >= 0) for factor in self.pooling_factors or ()
         ):
             raise ValueError(f"pooling_factors={self.pooling_factors} must be finite and >= 0")
+        check_dist_group(self.dist_group)
         if self.tt == "never" and self.tt_ranks:
             raise ValueError(f"tt='never' contradicts tt_ranks={self.tt_ranks}")
 
@@ -73,4 +79,4 @@ class EcoRecConstraints(ParameterConstraints):
         return ", ".join(f"{k}={v!r}" for k, v in values.items() if v != getattr(default, k))
 
     def __hash__(self) -> int:
-        return hash((super().__hash__(), self.tt, self.tt_ranks))
+        return hash((super().__hash__(), self.tt, self.tt_ranks, self.dist_group))

@@ -33,11 +33,12 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
-from ecorec_torchrec.plan import RecordedPlan, TTParameterSharding
+from ecorec_torchrec.plan import RecordedPlan, TTParameterSharding, with_dist_group
 from ecorec_torchrec.sharding import get_ecorec_sharders
 from ecorec_torchrec.tt import TTSpec
 
 from .compression import Form, PlacementCheck, least_compression, table_forms
+from .constraints import EcoRecConstraints
 from .enumerator import EcoRecEnumerator
 from .estimators import optimizer_class
 from .options import tt_of
@@ -183,10 +184,19 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
             raise shortage_error(inputs)
         stock_plan = self._fastest(module, sharders, chosen, fits)
         plan = _recorded(stock_plan, {fqn: form.tt for fqn, form in chosen.items()}, options)
+        self._place_in_dist_groups(plan)
         plan.world_size = self._topology.world_size
         self._warn_without_optimizer()
         self.report = PlanReport.of(plan, module, options=self._best_plan, capacity=capacity)
         return plan
+
+    def _place_in_dist_groups(self, plan: RecordedPlan) -> None:
+        """As the constraints ask; other tables are left to the sharder's `num_dist_groups`."""
+        for module_plan in plan.plan.values():
+            for table, entry in module_plan.items():
+                constraint = EcoRecConstraints.of((self._constraints or {}).get(table))
+                if constraint.dist_group is not None:
+                    module_plan[table] = with_dist_group(entry, constraint.dist_group)
 
     def _fastest(
         self,

@@ -10,7 +10,7 @@ from torch import nn
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
 from torchrec.distributed.types import ShardingType
 
-from ecorec_torchrec.dist import NUM_DIST_GROUPS, split_dist_groups
+from ecorec_torchrec.dist import DIST_GROUPS, DistGroups, split_dist_groups
 from ecorec_torchrec.lookup import TT_ONLY_SETTINGS, TTSettings
 from ecorec_torchrec.tt import TTSpec
 
@@ -28,12 +28,12 @@ def settle_infos(
         TypeError, ValueError: a setting of a TT table is not supported, or outputs of unlike types
             would travel together.
     """
-    num_dist_groups = 1
+    dist_groups = DistGroups()
     for sharding_type, infos in infos_by_type.items():
         data_parallel = sharding_type == ShardingType.DATA_PARALLEL.value
         for info in infos:
             table, fused_params = info.embedding_config.name, dict(info.fused_params or {})
-            num_dist_groups = fused_params.pop(NUM_DIST_GROUPS, 1)
+            dist_groups = fused_params.pop(DIST_GROUPS, dist_groups)
             if table in specs:
                 if data_parallel:
                     fused_params["optimizer"] = _frozen_or_none(table, info.param)
@@ -48,7 +48,7 @@ def settle_infos(
                     if name not in TT_ONLY_SETTINGS
                 }
     check_output_types(infos_by_type, specs.keys())
-    return split_dist_groups(infos_by_type, num_dist_groups)
+    return split_dist_groups(infos_by_type, dist_groups)
 
 
 def _frozen_or_none(table: str, weight: nn.Parameter) -> EmbOptimType | None:

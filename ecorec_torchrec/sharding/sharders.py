@@ -22,7 +22,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from ecorec_torchrec.dist import NUM_DIST_GROUPS
+from ecorec_torchrec.dist import DIST_GROUPS, DistGroups
 from ecorec_torchrec.modules import TTEmbeddingBagCollection, TTEmbeddingCollection
 from ecorec_torchrec.plan.tables import core_specs
 
@@ -39,8 +39,7 @@ class TTCollectionSharder(BaseEmbeddingSharder[nn.Module]):
     collection and ours need an instance each: see `get_ecorec_sharders`.
 
     Raises:
-        TypeError: `num_dist_groups` is not an integer.
-        ValueError: `num_dist_groups` is below 1.
+        TypeError, ValueError: `num_dist_groups` or `dist_group_slope`, see `DistGroups`.
     """
 
     shards_tt_tables = True
@@ -48,14 +47,15 @@ class TTCollectionSharder(BaseEmbeddingSharder[nn.Module]):
     no cost model for it, would fail on it."""
 
     def __init__(
-        self, *args: Any, num_dist_groups: int, module_type: type[nn.Module], **kwargs: Any
+        self,
+        *args: Any,
+        num_dist_groups: int,
+        dist_group_slope: float,
+        module_type: type[nn.Module],
+        **kwargs: Any,
     ) -> None:
-        if type(num_dist_groups) is not int:
-            raise TypeError(f"num_dist_groups must be an integer, got {num_dist_groups!r}")
-        if num_dist_groups < 1:
-            raise ValueError(f"num_dist_groups={num_dist_groups} must be at least 1")
+        self._dist_groups = DistGroups(num_dist_groups, dist_group_slope)
         super().__init__(*args, **kwargs)
-        self._num_dist_groups = num_dist_groups
         self._module_type = module_type
 
     def shard(
@@ -70,7 +70,7 @@ class TTCollectionSharder(BaseEmbeddingSharder[nn.Module]):
             module,
             params,
             env,
-            fused_params={**(self.fused_params or {}), NUM_DIST_GROUPS: self._num_dist_groups},
+            fused_params={**(self.fused_params or {}), DIST_GROUPS: self._dist_groups},
             device=device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             module_fqn=module_fqn,
@@ -106,9 +106,12 @@ class TTEmbeddingBagCollectionSharder(TTCollectionSharder, EmbeddingBagCollectio
             `nonfinite_gradients`.
         qcomm_codecs_registry: quantised communication, as in TorchRec.
         num_dist_groups: slices that the tables of every sharding type are cut into, so that the
-            communication of one overlaps the lookup of the next; the numbers stay the same.
+            communication of one overlaps the lookup of the next; the numbers stay the same. A plan
+            that names the `dist_group` of a table goes before.
         module_type: the type of collection that the planner and `DistributedModelParallel` use
             this sharder for.
+        dist_group_slope: 0 for groups of equal size, 1 for sizes that fall to one table, see
+            `DistGroups`.
 
     Raises:
         TypeError, ValueError: see `TTCollectionSharder`.
@@ -129,11 +132,13 @@ class TTEmbeddingBagCollectionSharder(TTCollectionSharder, EmbeddingBagCollectio
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         num_dist_groups: int = 1,
         module_type: type[EmbeddingBagCollection] = EmbeddingBagCollection,
+        dist_group_slope: float = 0.0,
     ) -> None:
         super().__init__(
             fused_params,
             qcomm_codecs_registry,
             num_dist_groups=num_dist_groups,
+            dist_group_slope=dist_group_slope,
             module_type=module_type,
         )
 
@@ -151,7 +156,7 @@ class TTEmbeddingCollectionSharder(TTCollectionSharder, EmbeddingCollectionShard
     Args:
         fused_params, qcomm_codecs_registry: see `TTEmbeddingBagCollectionSharder`.
         use_index_dedup: makes ids unique before they travel, as in TorchRec; ignored on the CPU.
-        num_dist_groups, module_type: see `TTEmbeddingBagCollectionSharder`.
+        num_dist_groups, module_type, dist_group_slope: see `TTEmbeddingBagCollectionSharder`.
 
     Raises:
         TypeError, ValueError: see `TTCollectionSharder`.
@@ -173,12 +178,14 @@ class TTEmbeddingCollectionSharder(TTCollectionSharder, EmbeddingCollectionShard
         use_index_dedup: bool = False,
         num_dist_groups: int = 1,
         module_type: type[EmbeddingCollection] = EmbeddingCollection,
+        dist_group_slope: float = 0.0,
     ) -> None:
         super().__init__(
             fused_params,
             qcomm_codecs_registry,
             use_index_dedup,
             num_dist_groups=num_dist_groups,
+            dist_group_slope=dist_group_slope,
             module_type=module_type,
         )
 
@@ -228,6 +235,7 @@ def get_ecorec_sharders(
     fused_params: dict[str, Any] | None = None,
     qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     num_dist_groups: int = 1,
+    dist_group_slope: float = 0.0,
 ) -> list[ModuleSharder[nn.Module]]:
     """TorchRec's default sharders, with those of pooled and sequence collections replaced by ours.
 
@@ -237,7 +245,7 @@ def get_ecorec_sharders(
     Args:
         fused_params: see `TTEmbeddingBagCollectionSharder`.
         qcomm_codecs_registry: quantised communication of these collections.
-        num_dist_groups: see `TTEmbeddingBagCollectionSharder`.
+        num_dist_groups, dist_group_slope: see `TTEmbeddingBagCollectionSharder`.
 
     Example::
 
@@ -248,7 +256,7 @@ def get_ecorec_sharders(
     """
     ours: list[ModuleSharder[nn.Module]] = [
         TTEmbeddingBagCollectionSharder(
-            fused_params, qcomm_codecs_registry, num_dist_groups, module_type
+            fused_params, qcomm_codecs_registry, num_dist_groups, module_type, dist_group_slope
         )
         for module_type in (EmbeddingBagCollection, TTEmbeddingBagCollection)
     ]
@@ -258,6 +266,7 @@ def get_ecorec_sharders(
             qcomm_codecs_registry,
             num_dist_groups=num_dist_groups,
             module_type=module_type,
+            dist_group_slope=dist_group_slope,
         )
         for module_type in (EmbeddingCollection, TTEmbeddingCollection)
     ]

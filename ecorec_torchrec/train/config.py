@@ -275,7 +275,22 @@ class PlanConfig:
     ddr_cap_gib: float | None = None
     """Host memory of one rank for the planner; without it TorchRec's default."""
 
+    num_dist_groups: int = 1
+    """Groups that the tables of the TT model travel in, each while another is looked up."""
+
+    dist_group_slope: float = 0.0
+    """0: groups of equal size; 1: sizes that fall to one table."""
+
     def __post_init__(self) -> None:
+        _require(
+            self.num_dist_groups >= 1, "plan.num_dist_groups", self.num_dist_groups, "must be >= 1"
+        )
+        _require(
+            0 <= self.dist_group_slope <= 1,
+            "plan.dist_group_slope",
+            self.dist_group_slope,
+            "must be within 0..1",
+        )
         for name in ("hbm_cap_gib", "ddr_cap_gib"):
             value = getattr(self, name)
             if value is not None:

@@ -25,7 +25,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from ecorec_torchrec.plan import load_plan
 from ecorec_torchrec.planner import EcoRecConstraints, EcoRecPlanner, PlanReport
 from ecorec_torchrec.sharding import get_ecorec_sharders
-from ecorec_torchrec.train.config import OptimConfig, TrainConfig
+from ecorec_torchrec.train.config import TrainConfig
 from ecorec_torchrec.train.data import Schema
 from ecorec_torchrec.train.model import RankingModel, Variant, build_model, tt_specs
 from ecorec_torchrec.tt import TTSpec
@@ -81,7 +81,7 @@ def plan_model(
     model = build_model(config, schema, variant, {} if leave_choice else specs)
     try:
         planner = _make_planner(config, variant, topology)
-        plan = _plan_on_all_ranks(planner, model, sharders_of(variant, config.optim))
+        plan = _plan_on_all_ranks(planner, model, sharders_of(config, variant))
     except PlannerError as error:
         raise ValueError(str(error)) from error
     report = getattr(planner, "report", None) or PlanReport.of(plan, model)
@@ -109,19 +109,23 @@ def _gib(amount: float | None) -> int | None:
 
 
 def shard_model(
-    planned: PlannedModel, variant: Variant, optim: OptimConfig, device: torch.device
+    planned: PlannedModel, variant: Variant, config: TrainConfig, device: torch.device
 ) -> DistributedModelParallel:
     """Shards the model over the ranks; weights are drawn from torch's default generator."""
     return DistributedModelParallel(
-        planned.model, device=device, plan=planned.plan, sharders=sharders_of(variant, optim)
+        planned.model, device=device, plan=planned.plan, sharders=sharders_of(config, variant)
     )
 
 
-def sharders_of(variant: Variant, optim: OptimConfig) -> list[ModuleSharder[nn.Module]]:
+def sharders_of(config: TrainConfig, variant: Variant) -> list[ModuleSharder[nn.Module]]:
     """Stock TorchRec sharders for the twins, EcoRec's for the TT model."""
     if not variant.uses_tt:
         return get_default_sharders()
-    return get_ecorec_sharders({"nonfinite_gradients": optim.nonfinite_gradients})
+    return get_ecorec_sharders(
+        {"nonfinite_gradients": config.optim.nonfinite_gradients},
+        num_dist_groups=config.plan.num_dist_groups,
+        dist_group_slope=config.plan.dist_group_slope,
+    )
 
 
 def _make_planner(

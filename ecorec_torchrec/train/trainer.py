@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from tqdm import tqdm
 
+from ecorec_torchrec.pipeline import EcoRecTrainPipeline
 from ecorec_torchrec.plan import save_plan
 from ecorec_torchrec.train.checkpoint import Checkpoints, Progress
 from ecorec_torchrec.train.config import TrainConfig
@@ -98,9 +99,10 @@ class Trainer:
             planned.report.print()
         if self._rank == 0:
             save_plan(planned.plan, folder / "plan.yaml", world_size=self._world_size)
-        self.model = shard_model(planned, variant, config.optim, device)
+        self.model = shard_model(planned, variant, config, device)
         self.optimizer = build_optimizer(self.model, planned.tt_specs, config.optim)
-        self._pipeline = TrainPipelineSparseDist(self.model, self.optimizer, device)
+        pipeline = EcoRecTrainPipeline if variant.uses_tt else TrainPipelineSparseDist
+        self._pipeline: TrainPipelineSparseDist = pipeline(self.model, self.optimizer, device)
         rows = {f.name: f.num_embeddings for f in dataset.schema.sparse} | variant.folded_rows
         self._checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep, rows)
         self._progress = Progress()

@@ -20,7 +20,9 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from ecorec_torchrec.plan import (
+    GroupedParameterSharding,
     TTParameterSharding,
+    in_dist_group,
     load_plan,
     save_plan,
     tt_data_parallel,
@@ -94,6 +96,8 @@ def test_minimal_hand_written_file(tmp_path):
         (data_parallel(), {}),
         (tt_table_wise(1, tt=USERS), {}),
         (tt_data_parallel(tt=USERS), {}),
+        (in_dist_group(2, table_wise(rank=1, compute_kernel="fused")), {}),
+        (in_dist_group(0, tt_table_wise(1, tt=USERS)), {}),
     ],
 )
 def test_file_holds_every_sharding_type(tmp_path, generator, world):
@@ -109,6 +113,24 @@ def test_file_holds_every_sharding_type(tmp_path, generator, world):
 
     assert loaded.plan["ebc"] == plan.plan["ebc"]
     assert again.read_bytes() == path.read_bytes()
+
+
+def test_a_dist_group_in_a_file(tmp_path):
+    path = ebc_file(tmp_path, "{kernel: fused, sharding: table_wise, ranks: [1], dist_group: 3}")
+    plan = load_plan(path, model(), 2).plan["ebc"]
+    assert isinstance(plan["users"], GroupedParameterSharding)
+    assert plan["users"].dist_group == 3
+    assert not isinstance(plan["genders"], GroupedParameterSharding)
+
+
+@pytest.mark.parametrize("dist_group", ["-1", "1.5", "first"])
+def test_a_dist_group_is_a_number_from_0(tmp_path, dist_group):
+    path = ebc_file(
+        tmp_path,
+        f"{{kernel: fused, sharding: table_wise, ranks: [1], dist_group: {dist_group}}}",
+    )
+    with pytest.raises(ValueError, match="table 'users': `dist_group`"):
+        load_plan(path, model(), 2)
 
 
 def test_cuda_placements_survive_on_a_machine_without_cuda(tmp_path):

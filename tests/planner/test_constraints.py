@@ -46,12 +46,23 @@ def plan(
     return planner.plan(model, get_ecorec_sharders()).plan["ebc"]["users"]
 
 
+@pytest.mark.parametrize("tt", ["always", "never"])
+def test_the_plan_places_a_table_in_its_dist_group(tt: str) -> None:
+    tt_ranks = (4,) if tt == "always" else ()
+    constraint = EcoRecConstraints(
+        tt=tt, tt_ranks=tt_ranks, dist_group=2, sharding_types=["table_wise"]
+    )
+    assert plan(Topology(world_size=2, compute_device="cpu"), constraint).dist_group == 2
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
         ({"tt_ranks": 16}, TypeError, "tt_ranks must be integers, such as .* got 16"),
         ({"tt_ranks": "16"}, TypeError, "got '16'"),
         ({"tt_ranks": (True,)}, ValueError, "at least 1"),
+        ({"dist_group": 1.0}, TypeError, "dist_group must be an integer, got 1.0"),
+        ({"dist_group": -1}, ValueError, "dist_group=-1 must be at least 0"),
         ({"pooling_factors": [-1.0]}, ValueError, r"pooling_factors=\[-1.0\]"),
         ({"pooling_factors": [float("nan")]}, ValueError, "must be finite"),
     ],

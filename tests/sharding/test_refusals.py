@@ -203,6 +203,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: TTEmbeddingBagCollectionSharder(num_dist_groups=0),
         "num_dist_groups=0 must be at least 1",
     ),
+    "too steep a slope": (
+        lambda: TTEmbeddingBagCollectionSharder(dist_group_slope=1.5),
+        "dist_group_slope=1.5 is not within 0..1",
+    ),
 }
 
 

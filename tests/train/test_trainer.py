@@ -68,10 +68,12 @@ def _expected_bytes(tables: dict[str, Any]) -> int:
 
 
 def test_two_and_three_ranks_train_like_one(tiny_config: TrainConfig, ranks) -> None:  # type: ignore[no-untyped-def]
-    """Also with 577 training rows, whose last batch of one row leaves ranks with none."""
+    """Also with 577 training rows, whose last batch of one row leaves ranks with none, and in
+    dist groups."""
     tiny_config.data.synthetic.num_rows = 721
     alone = run_alone(tiny_config)
     losses = read_losses(tiny_config)
+    tiny_config.plan.num_dist_groups = 2
     for world_size in (2, 3):
         config = replace(tiny_config, name=f"ranks-{world_size}")
         summaries = ranks.run(run_on_rank, config, world_size=world_size)

@@ -152,7 +152,8 @@ def _join(rank: int, world_size: int, store_path: str) -> None:
 def _leave() -> None:
     import torch.distributed as dist
 
-    dist.destroy_process_group()
+    if dist.is_initialized():  # the function may have left it, to run a program that makes its own
+        dist.destroy_process_group()
     # TorchRec broadcasts a flag once per process: beside a kept rank, a new one waits for ever.
     collective_utils = sys.modules.get("torchrec.distributed.collective_utils")
     if collective_utils is not None:

@@ -1,18 +1,42 @@
 """The examples of the documentation run as written."""
 
+import contextlib
 import difflib
+import io
+import os
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 from ecorec_torchrec import TTEmbeddingBagCollection, TTSpec
+from ecorec_torchrec.testing import RankPool
 
 ROOT = Path(__file__).parents[2]
+
+
+def run_program(rank: int, name: str, arguments: list[str], port: int) -> list[str]:
+    """The lines that an example prints, run in a kept process: imports are what takes long."""
+    dist.destroy_process_group()  # it makes its own
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    sys.argv = [name, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(ROOT / "docs" / "examples" / name), run_name="__main__")
+    return printed.getvalue().splitlines()
+
+
+def run_example(ranks: RankPool, name: str, *arguments: object, world_size: int = 1) -> list[str]:
+    """As `torchrun docs/examples/NAME ARGUMENTS` does; what rank 0 prints."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    texts = [str(argument) for argument in arguments]
+    return ranks.run(run_program, name, texts, port, world_size=world_size)[0]
 
 
 def test_quickstart_runs_on_two_ranks() -> None:
@@ -63,16 +87,10 @@ def test_migration_changes_at_most_five_lines() -> None:
 @pytest.mark.parametrize(
     ("name", "user_parameters"), [("plain_torchrec", 6_400_000), ("migrated", 64_256)]
 )
-def test_model_trains_before_and_after_its_migration(name: str, user_parameters: int) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, ROOT / "docs" / "examples" / f"{name}.py"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    *steps, last = done.stdout.splitlines()
+def test_model_trains_before_and_after_its_migration(
+    ranks: RankPool, name: str, user_parameters: int
+) -> None:
+    *steps, last = run_example(ranks, f"{name}.py", world_size=2)
     losses = [float(line.split()[-1]) for line in steps]
     assert losses[-1] < 0.5 * losses[0]
     assert last == f"{user_parameters} user parameters"
@@ -94,15 +112,8 @@ def test_cores_of_fbtt_give_the_rows_that_they_give_there() -> None:
     torch.testing.assert_close(ebc(ids).values()[0], expected)
 
 
-def test_optimizers() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "examples" / "optimizers.py"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    norm, *rest = done.stdout.splitlines()
+def test_optimizers(ranks: RankPool) -> None:
+    norm, *rest = run_example(ranks, "optimizers.py")
     assert norm.startswith("norm ")
     assert rest == [
         "rate 0.0127",
@@ -111,15 +122,8 @@ def test_optimizers() -> None:
     ]
 
 
-def test_checkpoints(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "examples" / "checkpoints.py", tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    resumed, unsharded, partial, *_, converted = done.stdout.splitlines()
+def test_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
+    resumed, unsharded, partial, *_, converted = run_example(ranks, "checkpoints.py", tmp_path)
     assert resumed == "resumed at 4: equal True"
     assert unsharded == "unsharded: loaded 6 tensors"
     assert partial.startswith("4 tensors of ")

@@ -92,7 +92,7 @@ def save(model: nn.Module, optimizer: CombinedOptimizer, step: int) -> None:
     """On all ranks together. The folder has its name once it is whole."""
     partial, final = FOLDER / "partial", FOLDER / f"step-{step:08d}"
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state["progress"] = {"step": torch.tensor(step), "rng": torch.get_rng_state()}
+    state["step"] = torch.tensor(step)
     dcp.save(state, checkpoint_id=partial)
     if dist.get_rank() == 0:
         partial.rename(final)
@@ -102,12 +102,11 @@ def save(model: nn.Module, optimizer: CombinedOptimizer, step: int) -> None:
 def load(model: nn.Module, optimizer: CombinedOptimizer, folder: Path) -> int:
     """Into a model of any placement, on any number of ranks."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state["progress"] = {"step": torch.tensor(0), "rng": torch.get_rng_state()}
+    state["step"] = torch.tensor(0)
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["progress"]["rng"])
-    return int(state["progress"]["step"])
+    return int(state["step"])
 
 
 # end: save
@@ -147,9 +146,8 @@ def main() -> None:
         result = compress(
             FOLDER / "dense.pt", FOLDER / "converted", RankChoice(rank=16), tables=["users"]
         )
-        specs = read_tt_specs(
-            FOLDER / "converted"
-        )  # for TTEmbeddingBagCollection(tables, tt=specs)
+        # For TTEmbeddingBagCollection(tables, tt=specs):
+        specs = read_tt_specs(FOLDER / "converted")
         # end: convert
         print(f"converted: {sorted(specs)} to {result.tensor_bytes} bytes")
 

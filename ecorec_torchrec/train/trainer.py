@@ -233,7 +233,7 @@ class Trainer:
             progress.batches += 1
             self._learning_rates.step()
             self._window.add(loss, logits.numel())
-            if self._window.steps == options.log_every_steps:
+            if self._window.steps >= options.log_every_steps:  # more, where a resumed run lowers it
                 self._log_window()
                 bar.set_postfix(loss=f"{progress.history[-1]['loss']:.4f}")
             if self._is_checkpoint_due():
@@ -252,7 +252,7 @@ class Trainer:
             raise FloatingPointError(self._describe_divergence(loss))
         values = {"loss": loss}
         # The speed of an epoch's last few small batches would say little.
-        if window.steps == self._config.train.log_every_steps or not self._last_speed():
+        if window.steps >= self._config.train.log_every_steps or not self._last_speed():
             values["samples_per_second"] = samples_per_second
         self._record("train", **values)
 

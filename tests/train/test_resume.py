@@ -197,3 +197,22 @@ def test_a_run_goes_on_under_another_plan(
 
 def train_on_rank(rank: int, config: TrainConfig, folder: str) -> None:
     train(config, Path(folder))
+
+
+def killed_and_resumed(rank: int, config: TrainConfig, folder: str, resumed: TrainConfig) -> None:
+    train(config, Path(folder), SHORT.killed_at)
+    train(resumed, Path(folder))
+
+
+def test_lines_of_metrics_may_come_more_often_after_a_resume(
+    tiny_config: TrainConfig, tmp_path: Path, ranks: Any
+) -> None:
+    """The line that was begun before the checkpoint is longer already than the new ones."""
+    config = configure(tiny_config, tmp_path, "sgd", SHORT)
+    write_plan(tmp_path / "plan.yaml", 1)
+    resumed = replace(config, resume=True)
+    resumed.train = replace(config.train, log_every_steps=1, max_steps=16)
+    ranks.run(killed_and_resumed, config, str(tmp_path / "run"), resumed, world_size=1)
+    history = read_progress(newest(tmp_path / "run")).history
+    lines = [row["step"] for row in history if row["split"] == "train"]
+    assert lines == [7, 8, 11, 12, 13, 14, 15, 16]

@@ -14,19 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec.distributed.planner.shard_estimators import get_num_poolings
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    Partitioner,
-    PlannerError,
-    ShardingOption,
-    Topology,
-)
-from torchrec.distributed.planner.utils import reset_shard_rank
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
 
 from ecorec_torchrec.tt import TTSpec
 
-from .options import tt_of
-from .partitioner import main_memory_bytes
+from .options import Candidate, main_memory_bytes
 
 
 @dataclass(frozen=True)
@@ -45,27 +37,28 @@ class Form:
     tt: TTSpec | None
     compression: float
     num_bytes: int
-    shardings: tuple[ShardingOption, ...] = ()
-    candidates: tuple[ShardingOption, ...] = ()
+    shardings: tuple[Candidate, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
 
 
-FitCheck = Callable[[Sequence[Form]], list[ShardingOption] | None]
-"""Of one form per table: a proposal that can be placed, or None."""
+FitCheck = Callable[[Sequence[Form]], object | None]
+"""Of one form per table: something that is not None if they can be placed."""
 
 
 def table_forms(
-    options: Sequence[ShardingOption],
+    candidates: Sequence[Candidate],
     constraints: Mapping[str, ParameterConstraints] | None,
     topology: Topology,
 ) -> dict[str, list[Form]]:
     """The forms of every table, from the least compressed on; each needs less memory than the last.
 
     Args:
-        options: the whole search space, with estimates.
+        candidates: the whole search space, with estimates.
     """
-    by_table: dict[str, dict[TTSpec | None, list[ShardingOption]]] = {}
-    for option in options:
-        by_table.setdefault(option.fqn, {}).setdefault(tt_of(option), []).append(option)
+    by_table: dict[str, dict[TTSpec | None, list[Candidate]]] = {}
+    for candidate in candidates:
+        by_shape = by_table.setdefault(candidate.option.fqn, {})
+        by_shape.setdefault(candidate.tt, []).append(candidate)
     forms: dict[str, list[Form]] = {}
     for fqn, by_shape in by_table.items():
         # Dense first, then shape after shape, as the enumerator orders them.
@@ -80,63 +73,33 @@ def table_forms(
 
 def _form(
     tt: TTSpec | None,
-    shardings: list[ShardingOption],
+    shardings: list[Candidate],
     constraints: Mapping[str, ParameterConstraints] | None,
     topology: Topology,
 ) -> Form:
-    first = shardings[0]
+    first = shardings[0].option
     compression = 0.0
     if tt is not None:
         per_sample = zip(first.input_lengths, get_num_poolings(constraints, first), strict=True)
         lookups = sum(length * count for length, count in per_sample)
         compression = lookups * max(0.0, math.log2(first.tensor.numel() / tt.num_parameters))
 
-    def largest_shard(option: ShardingOption) -> int:
-        return max(main_memory_bytes(shard.storage, topology) for shard in option.shards)
+    def sizes(candidate: Candidate) -> list[int]:
+        return [main_memory_bytes(storage, topology) for storage in candidate.storages]
 
-    def total(option: ShardingOption) -> int:
-        return sum(main_memory_bytes(shard.storage, topology) for shard in option.shards)
+    def largest_shard(candidate: Candidate) -> int:
+        return max(sizes(candidate))
 
-    def slowest_shard(option: ShardingOption) -> float:
-        return max(shard.perf.total for shard in option.shards)
+    def total(candidate: Candidate) -> int:
+        pairs = zip(sizes(candidate), candidate.counts, strict=True)
+        return sum(size * count for size, count in pairs)
+
+    def slowest_shard(candidate: Candidate) -> float:
+        return max(perf.total for perf in candidate.perfs)
 
     smallest = min(shardings, key=total)
     candidates = (min(shardings, key=slowest_shard), min(shardings, key=largest_shard), smallest)
     return Form(tt, compression, total(smallest), tuple(shardings), candidates)
-
-
-class PlacementCheck:
-    """Whether the tables fit in given forms: tries the partitioner on a few proposals.
-
-    Args:
-        partitioner: places a proposal or raises `PlannerError`.
-        storage_constraint: the ranks with what is left of their memory for tables.
-    """
-
-    def __init__(self, partitioner: Partitioner, storage_constraint: Topology) -> None:
-        self._partitioner = partitioner
-        self._storage_constraint = storage_constraint
-        self._capacity = sum(
-            main_memory_bytes(device.storage, storage_constraint)
-            for device in storage_constraint.devices
-        )
-
-    def __call__(self, forms: Sequence[Form]) -> list[ShardingOption] | None:
-        """A proposal of these forms, one per table, that can be placed; None if there is none."""
-        if sum(form.num_bytes for form in forms) > self._capacity:
-            return None
-        for proposal in zip(*(form.candidates for form in forms), strict=True):
-            options = list(proposal)
-            try:
-                self._partitioner.partition(
-                    proposal=options, storage_constraint=self._storage_constraint
-                )
-                return options
-            except PlannerError:
-                continue
-            finally:
-                reset_shard_rank(options)
-        return None
 
 
 def least_compression(

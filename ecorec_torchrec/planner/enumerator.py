@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator, get_partition_by_type
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,
     PlannerErrorType,
+    Shard,
     ShardEstimator,
     ShardingOption,
     Topology,
 )
 from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
@@ -31,13 +34,16 @@ from ecorec_torchrec.tt import TTSpec
 
 from .constraints import EcoRecConstraints
 from .estimators import EcoRecPerfEstimator, EcoRecStorageEstimator
-from .options import TTShardingOption, tt_of
+from .options import Candidate, TTShardingOption, tt_of
 
 HOST_KERNELS = (
     EmbeddingComputeKernel.FUSED_UVM.value,
     EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
 )
 _TT_DTYPES = tuple(data_type_to_dtype(data_type) for data_type in TT_DATA_TYPES)
+_COLUMN_SHARDINGS = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
+_COLUMN_CUTS = (2, 4)
+_MIN_COLUMNS = 32  # of a shard that the planner cuts; TorchRec's estimates know blocks of 32 to 128
 _SHARDING_ORDER = {sharding_type.value: i for i, sharding_type in enumerate(ShardingType)}
 
 
@@ -117,66 +123,135 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             use_exact_enumerate_order,
         )
         self._max_rank = max_rank
-        self._tt_names: set[str] = set()
-        self._space: list[ShardingOption] = []
-        self._space_of: tuple[nn.Module, list[ModuleSharder[nn.Module]]] | None = None
-        self.kept: Mapping[str, TTSpec | None] | None = None
-        """Fully qualified table name -> its one form (a TT shape, or None for dense)."""
+        self._as_templates = False
+        self._candidates: list[Candidate] = []
+        self._candidates_of: tuple[nn.Module, list[ModuleSharder[nn.Module]]] | None = None
+        self.narrowed: Sequence[Candidate] | None = None
+        """What `enumerate` gives, in place of all options."""
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> list[ShardingOption]:
-        """All options, or those of the forms in `kept`.
+        """All options, or the `narrowed` ones; copies that the caller may change.
 
         Raises:
             PlannerError: the constraints leave a table no option; the message names both.
         """
-        if (module, sharders) != self._space_of:
-            self._space = self._enumerate(module, sharders)
-            self._space_of = (module, sharders)
-            self._last_stored_search_space = self._space
-        return [
-            copy.deepcopy(option)
-            for option in self._space
-            if self.kept is None or self.kept[option.fqn] == tt_of(option)
-        ]
+        candidates = self.candidates(module, sharders)
+        stock = [candidate for candidate in candidates if candidate.block is None]
+        options = self.narrowed if self.narrowed is not None else stock
+        self._last_stored_search_space = [self.expanded(candidate) for candidate in options]
+        return [self.expanded(candidate) for candidate in options]
 
-    def _enumerate(
+    def candidates(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
-    ) -> list[ShardingOption]:
+    ) -> list[Candidate]:
+        """All options, and dense tables in more column shards than TorchRec would cut.
+
+        Raises:
+            PlannerError: as `enumerate`.
+        """
+        if (module, sharders) != self._candidates_of:
+            self._candidates = self._make_candidates(module, sharders)
+            self._candidates_of = (module, sharders)
+        return self._candidates
+
+    def expanded(self, candidate: Candidate) -> ShardingOption:
+        """The option with all its shards and their estimates, and without ranks."""
+        stock = candidate.option
+        sizes, offsets = self._layout(stock, stock.sharding_type, candidate.block)
+        runs = zip(stock.shards, candidate.counts, strict=True)
+        estimates = itertools.chain(*(itertools.repeat(shard, count) for shard, count in runs))
+        option = copy.copy(stock)
+        option.shards = [
+            Shard(list(size), list(offset), storage=shard.storage, perf=shard.perf)
+            for size, offset, shard in zip(sizes, offsets, estimates, strict=True)
+        ]
+        return option
+
+    def _make_candidates(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> list[Candidate]:
         tables = {table.fqn: table for table in self.tables(module, sharders)}
         self._warn_of_unknown_tables({table.name for table in tables.values()})
         for table in tables.values():
             self._check(table)
-        # Only what may be used is estimated, below: TorchRec's templates of TT options cannot be.
-        estimators = self._estimators
-        self._estimators = []
-        self._tt_names = {table.name for table in tables.values() if table.can_be_tt}
-        try:
-            stock = super().enumerate(module, sharders)
-        finally:
-            self._estimators = estimators
-        self._last_stored_module = None  # TorchRec's cache of what has no estimates
-        options = [
-            form
-            for option in stock
-            for form in _in_allowed_forms(option, tables[option.fqn], self._constraint(option.name))
-        ]
-        found = {option.fqn for option in options}
-        for table in tables.values():
-            if table.fqn not in found:  # a table without options would silently stay unsharded
+        templates = self._templates(module, sharders)
+        candidates: list[Candidate] = []
+        for fqn, table in tables.items():
+            template = templates.get(fqn)  # none for a table of another device group
+            found = [] if template is None else list(self._candidates_like(template, table))
+            if not found:  # a table without options would silently stay unsharded
                 limits = self._constraint(table.name).limits() or "no constraint"
                 raise _impossible(table.name, f"on {self._compute_device}, with {limits}")
-        order = {fqn: i for i, fqn in enumerate(tables)}
-        options.sort(key=lambda option: (order[option.fqn], *_order_within_table(option)))
-        self.populate_estimates(options)
-        return options
+            candidates += sorted(found, key=_order_within_table)
+        self.populate_estimates([candidate.option for candidate in candidates])
+        return candidates
+
+    def _templates(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> dict[str, ShardingOption]:
+        """One option of TorchRec's per table, to be cut into other shards.
+
+        TorchRec makes every shard of every option, on hundreds of ranks millions.
+        """
+        estimators = self._estimators
+        self._estimators = []
+        self._as_templates = True
+        try:
+            return {option.fqn: option for option in super().enumerate(module, sharders)}
+        finally:
+            self._estimators = estimators
+            self._as_templates = False
+            self._last_stored_module = None  # TorchRec's cache, of what has no estimates
+
+    def _candidates_like(
+        self, template: ShardingOption, table: PlannedTable
+    ) -> Iterator[Candidate]:
+        constraint = self._constraint(table.name)
+        offered = table.sharder.sharding_types(self._compute_device)
+        sharder_key = sharder_name(table.sharder.module_type)
+        for sharding_type in self._filter_sharding_types(table.name, offered, sharder_key):
+            kernels = table.kernels(sharding_type, self._compute_device)
+            blocks: list[int | None] = [None]
+            if sharding_type in _COLUMN_SHARDINGS and constraint.min_partition is None:
+                blocks += _narrow_blocks(template.tensor.shape[1])
+            allowed = self._filter_compute_kernels(table.name, kernels, sharding_type)
+            for kernel, block in itertools.product(allowed, blocks):
+                option = copy.copy(template)
+                option.sharding_type, option.compute_kernel = sharding_type, kernel
+                option.partition_by = get_partition_by_type(sharding_type)
+                sizes, offsets = self._layout(option, sharding_type, block)
+                option.shards, counts = _runs(sizes, offsets)
+                for form in _in_allowed_forms(option, table, constraint):
+                    yield Candidate(form, counts, block)
+
+    def _layout(
+        self, option: ShardingOption, sharding_type: str, block: int | None
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Sizes and offsets of all shards, as TorchRec cuts."""
+        return calculate_shard_sizes_and_offsets(
+            tensor=option.tensor,
+            world_size=self._world_size,
+            local_world_size=self._local_world_size,
+            sharding_type=sharding_type,
+            col_wise_shard_dim=block or self._constraint(option.name).min_partition,
+            device_memory_sizes=self._device_memory_sizes,
+            num_buckets=self._get_num_buckets(option.name, option.module[1]),
+        )
+
+    def _filter_sharding_types(
+        self, name: str, allowed_sharding_types: list[str], sharder_key: str = ""
+    ) -> list[str]:
+        if self._as_templates:
+            return [ShardingType.TABLE_WISE.value]
+        return super()._filter_sharding_types(name, allowed_sharding_types, sharder_key)
 
     def _filter_compute_kernels(
         self, name: str, allowed_compute_kernels: list[str], sharding_type: str
     ) -> list[str]:
-        if name in self._tt_names and sharding_type in TT_SHARDING_TYPES:
-            allowed_compute_kernels = [*allowed_compute_kernels, TT_COMPUTE_KERNEL]
+        if self._as_templates:
+            return [EmbeddingComputeKernel.FUSED.value]
         return super()._filter_compute_kernels(name, allowed_compute_kernels, sharding_type)
 
     def tables(
@@ -231,15 +306,15 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             warnings.warn(f"table {name!r}: tt_ranks is ignored, {unfit}", stacklevel=2)
             return (), True
         rows, columns = weight.shape
-        suggested = {self._lowered(_suggested(rows, columns, rank)) for rank in constraint.tt_ranks}
+        if not constraint.tt_ranks:
+            return (), True
+        widest = _suggested(rows, columns, max(constraint.tt_ranks))  # the factors are the same
+        suggested = {self._lowered(_cut(widest, rank)) for rank in constraint.tt_ranks}
         specs = tuple(sorted(suggested, key=lambda spec: (-spec.num_parameters, spec.ranks)))
         return specs, constraint.tt != "always"
 
     def _lowered(self, spec: TTSpec) -> TTSpec:
-        if self._max_rank is None or max(spec.ranks) <= self._max_rank:
-            return spec
-        ranks = tuple(min(rank, self._max_rank) for rank in spec.ranks)
-        return TTSpec(spec.num_embeddings, spec.row_factors, spec.col_factors, ranks)
+        return spec if self._max_rank is None else _cut(spec, self._max_rank)
 
     def _constraint(self, name: str) -> EcoRecConstraints:
         """The constraint of a table; TorchRec's own kind says nothing about TT."""
@@ -312,6 +387,35 @@ def _suggested(num_embeddings: int, embedding_dim: int, rank: int) -> TTSpec:
     return TTSpec.suggest(num_embeddings, embedding_dim, rank=rank)
 
 
+def _cut(spec: TTSpec, rank: int) -> TTSpec:
+    """The shape with all ranks lowered to `rank`."""
+    if max(spec.ranks) <= rank:
+        return spec
+    ranks = tuple(min(own, rank) for own in spec.ranks)
+    return TTSpec(spec.num_embeddings, spec.row_factors, spec.col_factors, ranks)
+
+
+def _narrow_blocks(embedding_dim: int) -> list[int]:
+    """Columns per shard when a table is cut in 2 and in 4, where that leaves enough."""
+    return [
+        embedding_dim // cuts
+        for cuts in _COLUMN_CUTS
+        if embedding_dim % (4 * cuts) == 0 and embedding_dim // cuts >= _MIN_COLUMNS
+    ]
+
+
+def _runs(
+    sizes: Sequence[list[int]], offsets: Sequence[list[int]]
+) -> tuple[list[Shard], tuple[int, ...]]:
+    """The first shard of every run of equal sizes, and the lengths of the runs."""
+    shards, counts = [], []
+    for size, run in itertools.groupby(range(len(sizes)), key=lambda i: sizes[i]):
+        positions = list(run)
+        shards.append(Shard(list(size), list(offsets[positions[0]])))
+        counts.append(len(positions))
+    return shards, tuple(counts)
+
+
 def _in_allowed_forms(
     stock: ShardingOption, table: PlannedTable, constraint: EcoRecConstraints
 ) -> list[ShardingOption]:
@@ -326,12 +430,13 @@ def _in_allowed_forms(
     return [stock] if table.dense else []
 
 
-def _order_within_table(option: ShardingOption) -> tuple[int, int, str]:
+def _order_within_table(candidate: Candidate) -> tuple[int, int, int, str, int]:
     """Dense first, then the largest shape; TorchRec's own order depends on string hashes."""
-    tt = tt_of(option)
+    option, tt = candidate.option, tt_of(candidate.option)
     size = 0 if tt is None else -tt.num_parameters
     form = 0 if tt is None else 1
-    return form, size, f"{_SHARDING_ORDER[option.sharding_type]:02d} {option.compute_kernel}"
+    cuts = sum(candidate.counts)
+    return form, size, _SHARDING_ORDER[option.sharding_type], option.compute_kernel, cuts
 
 
 def _impossible(table: str, reason: str) -> PlannerError:

@@ -1,13 +1,14 @@
-"""A sharding option that knows its TT shape."""
+"""Sharding options that know their TT shape, and options of a search over many ranks."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
+from dataclasses import dataclass
 
 import torch
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner.types import Shard, ShardingOption
+from torchrec.distributed.planner.types import Perf, Shard, ShardingOption, Storage, Topology
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType
 
@@ -30,7 +31,8 @@ class TTShardingOption(ShardingOption):
         """A copy of a `customized_kernel` option, with shape and type of the cores."""
         assert template.compute_kernel == TT_COMPUTE_KERNEL
         option = cls.__new__(cls)
-        option.__dict__.update(copy.deepcopy(template).__dict__)
+        option.__dict__.update(template.__dict__)
+        option.shards = [Shard(list(shard.size), list(shard.offset)) for shard in template.shards]
         option.tt, option.dtype = tt, dtype
         return option
 
@@ -65,3 +67,40 @@ class TTShardingOption(ShardingOption):
 def tt_of(option: ShardingOption) -> TTSpec | None:
     """The TT shape of an option, None for a dense one."""
     return option.tt if isinstance(option, TTShardingOption) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """An option of the search space, with every run of equal shards held once.
+
+    Data-parallel and row-wise options have a shard per rank, of which all but a few are equal; on a
+    thousand ranks a model's options would have millions.
+
+    Args:
+        option: with the first shard of every run.
+        counts: shards per run, in the order of the shards.
+        block: columns per shard, where that is another number than TorchRec would take.
+    """
+
+    option: ShardingOption
+    counts: tuple[int, ...]
+    block: int | None = None
+
+    @property
+    def tt(self) -> TTSpec | None:
+        return tt_of(self.option)
+
+    @property
+    def perfs(self) -> list[Perf]:
+        """Predicted time of every run's shards."""
+        return [shard.perf for shard in self.option.shards]
+
+    @property
+    def storages(self) -> list[Storage]:
+        """Predicted memory of every run's shards."""
+        return [shard.storage for shard in self.option.shards]
+
+
+def main_memory_bytes(storage: Storage, topology: Topology) -> int:
+    """Bytes of the memory that caps the ranks: host memory on CPU, HBM elsewhere."""
+    return storage.ddr if topology.compute_device == "cpu" else storage.hbm

@@ -1,12 +1,23 @@
-"""Placing options on ranks: even in time where that fits, else even in memory."""
+"""Placing options by a partitioner of TorchRec's kind: ours, or the user's own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
-from torchrec.distributed.planner.types import Perf, PlannerError, ShardingOption, Storage, Topology
+from torchrec.distributed.planner.types import (
+    Partitioner,
+    Perf,
+    PlannerError,
+    ShardingOption,
+    Topology,
+)
 from torchrec.distributed.planner.utils import reset_shard_rank
+
+from .compression import Form
+from .enumerator import EcoRecEnumerator
+from .options import main_memory_bytes
 
 
 class EcoRecPartitioner(GreedyPerfPartitioner):
@@ -28,9 +39,9 @@ class EcoRecPartitioner(GreedyPerfPartitioner):
             return super().partition(proposal, storage_constraint, *args, **kwargs)
         except PlannerError:
             reset_shard_rank(proposal)
-        return self.balance_storage(proposal, storage_constraint)
+        return self._balance_storage(proposal, storage_constraint)
 
-    def balance_storage(
+    def _balance_storage(
         self, proposal: list[ShardingOption], storage_constraint: Topology
     ) -> list[ShardingOption]:
         """Places the options so that the ranks hold equal bytes.
@@ -51,6 +62,35 @@ class EcoRecPartitioner(GreedyPerfPartitioner):
                 shard.perf = perf
 
 
-def main_memory_bytes(storage: Storage, topology: Topology) -> int:
-    """Bytes of the memory that caps the ranks: host memory on CPU, HBM elsewhere."""
-    return storage.ddr if topology.compute_device == "cpu" else storage.hbm
+class PartitionerCheck:
+    """Whether the tables fit in given forms: tries a partitioner on a few proposals.
+
+    Args:
+        partitioner: places a proposal or raises `PlannerError`.
+        enumerator: whose candidates the forms hold.
+        capacity: the ranks with what is left of their memory for tables.
+    """
+
+    def __init__(
+        self, partitioner: Partitioner, enumerator: EcoRecEnumerator, capacity: Topology
+    ) -> None:
+        self._partitioner = partitioner
+        self._enumerator = enumerator
+        self._capacity = capacity
+        devices = capacity.devices
+        self._total = sum(main_memory_bytes(device.storage, capacity) for device in devices)
+
+    def __call__(self, forms: Sequence[Form]) -> list[ShardingOption] | None:
+        """A proposal of these forms, one per table, that can be placed; None if there is none."""
+        if sum(form.num_bytes for form in forms) > self._total:
+            return None
+        for proposal in zip(*(form.candidates for form in forms), strict=True):
+            options = [self._enumerator.expanded(candidate) for candidate in proposal]
+            try:
+                self._partitioner.partition(proposal=options, storage_constraint=self._capacity)
+                return options
+            except PlannerError:
+                continue
+            finally:
+                reset_shard_rank(options)
+        return None

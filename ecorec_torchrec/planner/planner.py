@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -37,16 +37,17 @@ from ecorec_torchrec.plan import RecordedPlan, TTParameterSharding, with_dist_gr
 from ecorec_torchrec.sharding import get_ecorec_sharders
 from ecorec_torchrec.tt import TTSpec
 
-from .compression import Form, PlacementCheck, least_compression, table_forms
+from .compression import FitCheck, Form, least_compression, table_forms
 from .constraints import EcoRecConstraints
 from .enumerator import EcoRecEnumerator
 from .estimators import optimizer_class
-from .options import tt_of
-from .partitioner import EcoRecPartitioner
+from .options import Candidate, tt_of
+from .partitioner import EcoRecPartitioner, PartitionerCheck
 from .report import PlanReport
+from .search import PlacedTables, PlacementSearch
 from .shortage import PlanningInputs, shortage_error
 
-_RESERVED_SHARE = 0.15  # of HBM, as TorchRec's default policy keeps back
+RESERVED_SHARE = 0.15  # of HBM, as TorchRec's default policy keeps back
 _MAX_GRID_PROPOSALS = 1000
 _INFERIOR_PROPOSALS = 100  # in a row, after which a greedy search ends
 
@@ -60,9 +61,9 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
     2. the least lookup-weighted compression: tables stay dense where that fits, and where it does
        not, the table that frees most bytes per lookup goes TT first, with the highest rank that
        fits;
-    3. the least predicted step time, searched by TorchRec's proposers among the shardings that the
-       forms decided under 2 have: dense tables every TorchRec sharding, TT tables table-wise and
-       data-parallel.
+    3. the least predicted step time, that of the slowest rank, searched among the shardings that
+       the forms decided under 2 have: dense tables every TorchRec sharding, also in more column
+       shards than TorchRec cuts; TT tables table-wise and data-parallel.
 
     Which tables may be TT: those with a shape of their own (always), and those that
     `EcoRecConstraints` allows `tt_ranks`. Equal input gives an equal plan.
@@ -72,8 +73,9 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         enumerator: an `EcoRecEnumerator`.
         storage_reservation: as TorchRec's. The default keeps back 15 % of HBM; TorchRec's own
             is known to over-estimate.
-        proposer: as TorchRec's; it searches under aim 3.
-        partitioner, performance_model, stats, plan_loader: as TorchRec's.
+        proposer, partitioner, performance_model, plan_loader: as TorchRec's. Any of them puts
+            TorchRec's search in the place of ours under aim 3.
+        stats: as TorchRec's.
 
     Raises:
         TypeError: `enumerator` is of another class; `constraints` is no mapping from table names
@@ -93,6 +95,7 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
     """
 
     _proposers: list[Proposer]
+    _partitioner: Partitioner
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
             batch_size=batch_size,
             enumerator=enumerator,
             storage_reservation=storage_reservation
-            or FixedPercentageStorageReservation(_RESERVED_SHARE),
+            or FixedPercentageStorageReservation(RESERVED_SHARE),
             proposer=proposer
             or [
                 GreedyProposer(threshold=_INFERIOR_PROPOSALS),
@@ -142,6 +145,7 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         )
         if enumerator is None:
             self._enumerator = EcoRecEnumerator(self._topology, self._batch_size, constraints)
+        self._search_is_torchrecs = any((proposer, partitioner, performance_model, plan_loader))
         self.report: PlanReport | None = None
         """The last plan as tables for people; with `collective_plan` on rank 0 only."""
 
@@ -169,21 +173,27 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
                 tables do not fit (need and have per rank, and cures that work).
         """
         self.report = None
-        options = self._enumerator.enumerate(module, sharders)
-        if not options:
+        candidates = self._enumerator.candidates(module, sharders)
+        if not candidates:
             return RecordedPlan({}, world_size=self._topology.world_size)
-        inputs = self._inputs(module, sharders)
+        forms = table_forms(candidates, self._constraints, self._topology)
+        inputs = self._inputs(module, sharders, forms)
         try:
             capacity = inputs.capacity()
         except PlannerError as error:
             raise shortage_error(inputs) from error
-        forms = table_forms(options, self._constraints, self._topology)
-        fits = PlacementCheck(self._partitioner, capacity)
+        search = PlacementSearch(capacity)
+        torchrecs = PartitionerCheck(self._partitioner, self._enumerator, capacity)
+        fits: FitCheck = torchrecs if self._search_is_torchrecs else search.fit
         chosen = least_compression(forms, fits)
         if chosen is None:
             raise shortage_error(inputs)
-        stock_plan = self._fastest(module, sharders, chosen, fits)
-        plan = _recorded(stock_plan, {fqn: form.tt for fqn, form in chosen.items()}, options)
+        if self._search_is_torchrecs:
+            stock_plan = self._searched_by_torchrec(module, sharders, chosen, torchrecs)
+        else:
+            placed = search.fastest(list(chosen.values()))
+            stock_plan = self._as_placed(module, sharders, placed)
+        plan = _recorded(stock_plan, candidates, {fqn: form.tt for fqn, form in chosen.items()})
         self._place_in_dist_groups(plan)
         plan.world_size = self._topology.world_size
         self._warn_without_optimizer()
@@ -198,27 +208,49 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
                 if constraint.dist_group is not None:
                     module_plan[table] = with_dist_group(entry, constraint.dist_group)
 
-    def _fastest(
+    def _as_placed(
         self,
         module: nn.Module,
         sharders: list[ModuleSharder[nn.Module]],
-        chosen: dict[str, Form],
-        fits: PlacementCheck,
+        placed: PlacedTables,
     ) -> ShardingPlan:
-        """TorchRec's search, with the form of every table decided."""
+        """TorchRec's plan, checked, told to callbacks and stats, of a finished placement."""
+        proposal = [self._enumerator.expanded(candidate) for candidate in placed.candidates]
+        plan = _FinishedPlan(placed.options(self._enumerator))
+        partitioner, proposers = self._partitioner, self._proposers
+        self._partitioner, self._proposers = _AsPlaced(plan), [_OneProposal(proposal)]
+        self._enumerator.narrowed = placed.candidates
+        try:
+            return super().plan(module, sharders)
+        finally:
+            self._partitioner, self._proposers = partitioner, proposers
+            self._enumerator.narrowed = None
+
+    def _searched_by_torchrec(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        chosen: Mapping[str, Form],
+        fits: PartitionerCheck,
+    ) -> ShardingPlan:
+        """TorchRec's search, with the form of every table decided and a proposal that fits."""
         proposal = fits(list(chosen.values()))
         assert proposal is not None
         proposers = self._proposers
-        self._proposers = [_FirstProposal(proposal), *proposers]
-        self._enumerator.kept = {fqn: form.tt for fqn, form in chosen.items()}
+        self._proposers = [_OneProposal(proposal), *proposers]
+        shardings = (candidate for form in chosen.values() for candidate in form.shardings)
+        self._enumerator.narrowed = [c for c in shardings if c.block is None]
         try:
             return super().plan(module, sharders)
         finally:
             self._proposers = proposers
-            self._enumerator.kept = None
+            self._enumerator.narrowed = None
 
     def _inputs(
-        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        forms: Mapping[str, list[Form]],
     ) -> PlanningInputs:
         return PlanningInputs(
             module,
@@ -227,7 +259,8 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
             self._batch_size,
             self._constraints or {},
             self._storage_reservation,
-            self._partitioner,
+            self._partitioner if self._search_is_torchrecs else None,
+            known_forms=forms,
         )
 
     def _warn_without_optimizer(self) -> None:
@@ -262,8 +295,8 @@ def _check_constraints(constraints: object) -> None:
             )
 
 
-class _FirstProposal(Proposer):
-    """Proposes one known proposal, so that the search has a plan that fits to improve on."""
+class _OneProposal(Proposer):
+    """Proposes one known proposal."""
 
     def __init__(self, proposal: list[ShardingOption]) -> None:
         self._proposal: list[ShardingOption] | None = proposal
@@ -278,12 +311,34 @@ class _FirstProposal(Proposer):
         return self._proposal
 
 
+class _AsPlaced(Partitioner):
+    """Leaves every shard where it is: on the ranks of a finished plan."""
+
+    def __init__(self, plan: _FinishedPlan) -> None:
+        self._plan = plan
+
+    def partition(
+        self, proposal: list[ShardingOption], storage_constraint: Topology
+    ) -> list[ShardingOption]:
+        return self._plan
+
+
+class _FinishedPlan(list[ShardingOption]):
+    """Options with ranks that nobody changes.
+
+    TorchRec copies the best plan deeply, which takes seconds for tables on hundreds of ranks.
+    """
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _FinishedPlan:
+        return self
+
+
 def _recorded(
-    plan: ShardingPlan, specs: dict[str, TTSpec | None], options: list[ShardingOption]
+    plan: ShardingPlan, candidates: Sequence[Candidate], specs: Mapping[str, TTSpec | None]
 ) -> RecordedPlan:
     """TorchRec's plan in the model's order, with the TT shapes and the sizes of the tables."""
     recorded = RecordedPlan({})
-    for option in options:
+    for option in (candidate.option for candidate in candidates):
         module_plan = recorded.plan.setdefault(option.path, EmbeddingModuleShardingPlan())
         if option.name in module_plan:
             continue

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import IO
 
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.planner.types import Perf, ShardingOption, Topology
 from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardingType
 
 from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
 from ecorec_torchrec.plan.tables import ModelTable, model_tables
 from ecorec_torchrec.tt import TTSpec
 
-from .partitioner import main_memory_bytes
+from .options import main_memory_bytes
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class RankReport:
             inputs and outputs; None for a plan that no planner made.
         cap_bytes: what the rank has for tables.
         step_ms: predicted time of the tables' lookups and collectives.
+        parts_ms: what it is made of.
     """
 
     rank: int
@@ -72,6 +73,12 @@ class RankReport:
     needed_bytes: int | None = None
     cap_bytes: int | None = None
     step_ms: float | None = None
+    parts_ms: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def bottleneck(self) -> str | None:
+        """The part that takes longest."""
+        return max(self.parts_ms, key=self.parts_ms.__getitem__, default=None)
 
 
 @dataclass(frozen=True)
@@ -114,8 +121,20 @@ class PlanReport:
         num_ranks = capacity.world_size if capacity else 0
         for table in tables:
             num_ranks = max(num_ranks, *(rank + 1 for rank in table.weight_bytes))
-        ranks = tuple(_rank_report(r, tables, options, capacity) for r in range(num_ranks))
-        return cls(tables, ranks)
+        return cls(tables, _rank_reports(num_ranks, tables, options, capacity))
+
+    @property
+    def step_ms(self) -> float | None:
+        """Predicted time of the slowest rank; None for a plan that no planner made."""
+        times = [rank.step_ms for rank in self.ranks if rank.step_ms is not None]
+        return max(times, default=None)
+
+    @property
+    def imbalance(self) -> float | None:
+        """How many times longer the slowest rank takes than the mean of all."""
+        times = [rank.step_ms for rank in self.ranks if rank.step_ms is not None]
+        mean = sum(times) / len(times) if times else 0.0
+        return max(times) / mean if mean else None
 
     @property
     def dense_bytes(self) -> int:
@@ -134,12 +153,17 @@ class PlanReport:
         if console.is_terminal and needed <= console.width:
             console.print(tables)
             console.print(_rich(_RANK_HEADER, self._rank_rows(), "ranks"))
+            console.print(self._summary(), end="", highlight=False)
         else:
             file.write(self.text())
 
     def text(self) -> str:
         """Fixed-width text; the last line of the first table is the sum of the others."""
-        return _plain(_TABLE_HEADER, self._table_rows()) + _plain(_RANK_HEADER, self._rank_rows())
+        return (
+            _plain(_TABLE_HEADER, self._table_rows())
+            + _plain(_RANK_HEADER, self._rank_rows())
+            + self._summary()
+        )
 
     def _table_rows(self) -> list[list[str]]:
         several_modules = len({table.module for table in self.tables}) > 1
@@ -171,8 +195,26 @@ class PlanReport:
                 "-" if rank.cap_bytes is None else f"{rank.cap_bytes:,}",
                 "-" if rank.step_ms is None else f"{rank.step_ms:.3f}",
             ]
-            for rank in self.ranks
+            for rank in self._shown_ranks()
         ]
+
+    def _shown_ranks(self) -> list[RankReport]:
+        """All, or of many the slowest."""
+        if len(self.ranks) <= _SHOWN_RANKS:
+            return list(self.ranks)
+        return sorted(self.ranks, key=lambda rank: -(rank.step_ms or 0.0))[:_SHOWN_RANKS]
+
+    def _summary(self) -> str:
+        """Predicted step time and its bottleneck; empty for a plan that no planner made."""
+        if self.step_ms is None:
+            return ""
+        slowest = max(self.ranks, key=lambda rank: rank.step_ms or 0.0)
+        hidden = len(self.ranks) - len(self._shown_ranks())
+        return (
+            (f"({hidden} faster ranks are not shown)\n" if hidden else "")
+            + f"predicted step of the tables: {self.step_ms:.3f} ms on rank {slowest.rank}, "
+            + f"{self.imbalance or 1:.3f} times the mean rank; bottleneck: {slowest.bottleneck}\n"
+        )
 
 
 _TABLE_HEADER = (
@@ -180,6 +222,8 @@ _TABLE_HEADER = (
     ("dim", ">"), ("dense bytes", ">"), ("stored bytes", ">"), ("ratio", ">"), ("TT shape", "<"),
 )  # fmt: skip
 _ANY_WIDTH = 10_000
+_NO_TIME = Perf(fwd_compute=0, fwd_comms=0, bwd_compute=0, bwd_comms=0)
+_SHOWN_RANKS = 16
 _RANK_HEADER = (
     ("rank", ">"), ("weight bytes", ">"), ("needed bytes", ">"), ("cap bytes", ">"),
     ("predicted ms", ">"),
@@ -216,23 +260,44 @@ def _table_report(
     )
 
 
-def _rank_report(
-    rank: int,
+def _rank_reports(
+    num_ranks: int,
     tables: Sequence[TableReport],
     options: Sequence[ShardingOption],
     capacity: Topology | None,
-) -> RankReport:
-    weight_bytes = sum(table.weight_bytes.get(rank, 0) for table in tables)
+) -> tuple[RankReport, ...]:
+    weight_bytes = [0] * num_ranks
+    for table in tables:
+        for rank, num_bytes in table.weight_bytes.items():
+            weight_bytes[rank] += num_bytes
     if not options or capacity is None:
-        return RankReport(rank, weight_bytes)
-    shards = [shard for option in options for shard in option.shards if shard.rank == rank]
-    return RankReport(
-        rank,
-        weight_bytes,
-        needed_bytes=sum(main_memory_bytes(shard.storage, capacity) for shard in shards),
-        cap_bytes=main_memory_bytes(capacity.devices[rank].storage, capacity),
-        step_ms=sum(shard.perf.total for shard in shards),
+        return tuple(RankReport(rank, weight_bytes[rank]) for rank in range(num_ranks))
+    needed_bytes, perfs = [0] * num_ranks, [_NO_TIME] * num_ranks
+    for option in options:
+        for shard in option.shards:
+            needed_bytes[shard.rank] += main_memory_bytes(shard.storage, capacity)
+            perfs[shard.rank] += shard.perf
+    return tuple(
+        RankReport(
+            rank,
+            weight_bytes[rank],
+            needed_bytes=needed_bytes[rank],
+            cap_bytes=main_memory_bytes(device.storage, capacity),
+            step_ms=perfs[rank].total,
+            parts_ms=_parts_ms(perfs[rank]),
+        )
+        for rank, device in enumerate(capacity.devices)
     )
+
+
+def _parts_ms(perf: Perf) -> dict[str, float]:
+    return {
+        "forward lookup": perf.fwd_compute,
+        "forward communication": perf.fwd_comms,
+        "backward lookup": perf.bwd_compute,
+        "backward communication": perf.bwd_comms,
+        "prefetch": perf.prefetch_compute,
+    }
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

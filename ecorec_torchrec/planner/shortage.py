@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner.storage_reservations import FixedAbsoluteStorageReservation
@@ -13,18 +14,18 @@ from torchrec.distributed.planner.types import (
     Partitioner,
     PlannerError,
     PlannerErrorType,
-    ShardingOption,
     Storage,
     StorageReservation,
     Topology,
 )
-from torchrec.distributed.planner.utils import reset_shard_rank
 from torchrec.distributed.types import ModuleSharder
 
-from .compression import Form, PlacementCheck, least_compression, table_forms
+from .compression import FitCheck, Form, least_compression, table_forms
 from .constraints import EcoRecConstraints
 from .enumerator import HOST_KERNELS, EcoRecEnumerator, PlannedTable
-from .partitioner import EcoRecPartitioner, main_memory_bytes
+from .options import Candidate, main_memory_bytes
+from .partitioner import PartitionerCheck
+from .search import PlacementSearch
 
 _SUGGESTED_RANKS = (64, 32, 16, 8, 4)
 _MIB = 2**20
@@ -33,7 +34,14 @@ _NO_LIMIT = Storage(hbm=2**62, ddr=2**62, ssd=2**62)
 
 @dataclass(frozen=True)
 class PlanningInputs:
-    """All that decides whether a plan exists, so that a change of it can be tried."""
+    """All that decides whether a plan exists, so that a change of it can be tried.
+
+    Args:
+        module, sharders, topology, batch_size, constraints, reservation: as the planner's.
+        partitioner: the user's own; None for `PlacementSearch`.
+        max_rank: TT ranks above it are lowered to it.
+        known_forms: of the tables, which caps and reservations leave as they are.
+    """
 
     module: nn.Module
     sharders: list[ModuleSharder[nn.Module]]
@@ -41,8 +49,9 @@ class PlanningInputs:
     batch_size: int
     constraints: Mapping[str, ParameterConstraints]
     reservation: StorageReservation
-    partitioner: Partitioner
+    partitioner: Partitioner | None
     max_rank: int | None = None
+    known_forms: Mapping[str, list[Form]] | None = None
 
     def enumerator(self) -> EcoRecEnumerator:
         return EcoRecEnumerator(
@@ -52,9 +61,15 @@ class PlanningInputs:
     def tables(self) -> list[PlannedTable]:
         return list(self.enumerator().tables(self.module, self.sharders))
 
-    def forms(self) -> dict[str, list[Form]]:
-        options = self.enumerator().enumerate(self.module, self.sharders)
-        return table_forms(options, self.constraints, self.topology)
+    def forms(self) -> Mapping[str, list[Form]]:
+        if self.known_forms is not None:
+            return self.known_forms
+        candidates = self.enumerator().candidates(self.module, self.sharders)
+        return table_forms(candidates, self.constraints, self.topology)
+
+    def changed(self, **changes: Any) -> PlanningInputs:
+        """The same with other values that the tables' forms depend on."""
+        return replace(self, known_forms=None, **changes)
 
     def capacity(self) -> Topology:
         """The ranks with what they have for tables.
@@ -73,10 +88,19 @@ class PlanningInputs:
     def fit(self) -> bool:
         """Whether there is a plan with every table in its smallest form."""
         try:
-            check = PlacementCheck(self.partitioner, self.capacity())
-            return check([forms[-1] for forms in self.forms().values()]) is not None
+            return self.check()([forms[-1] for forms in self.forms().values()]) is not None
         except PlannerError:
             return False
+
+    def check(self) -> FitCheck:
+        """Whether given forms can be placed.
+
+        Raises:
+            PlannerError: the reservation leaves nothing.
+        """
+        if self.partitioner is None:
+            return PlacementSearch(self.capacity()).fit
+        return PartitionerCheck(self.partitioner, self.enumerator(), self.capacity())
 
     @property
     def memories(self) -> tuple[str, ...]:
@@ -146,18 +170,19 @@ def _needed(inputs: PlanningInputs) -> list[Storage]:
     for device in topology.devices:
         device.storage = copy.copy(_NO_LIMIT)
 
-    def rank_memory(option: ShardingOption) -> tuple[bool, int]:
-        size = sum(main_memory_bytes(shard.storage, topology) for shard in option.shards)
-        return option.compute_kernel in HOST_KERNELS, size
+    def rank_memory(candidate: Candidate) -> tuple[bool, int]:
+        sizes = [main_memory_bytes(storage, topology) for storage in candidate.storages]
+        total = sum(size * count for size, count in zip(sizes, candidate.counts, strict=True))
+        return candidate.option.compute_kernel in HOST_KERNELS, total
 
     smallest = [forms[-1] for forms in inputs.forms().values()]
-    options = [min(form.shardings, key=rank_memory) for form in smallest]
-    EcoRecPartitioner().balance_storage(options, topology)
+    chosen = [min(form.shardings, key=rank_memory) for form in smallest]
+    placed = PlacementSearch(topology).placed(chosen, by_memory=True)
+    assert placed is not None, "without caps everything fits"
     needed = [Storage(hbm=0, ddr=0) for _ in topology.devices]
-    for option in options:
+    for option in placed.options(inputs.enumerator()):
         for shard in option.shards:
             needed[shard.rank] += shard.storage
-    reset_shard_rank(options)
     return needed
 
 
@@ -183,11 +208,11 @@ def _allow_tt(inputs: PlanningInputs, tables: Sequence[PlannedTable]) -> Iterato
         for name in allowed.values():
             stock = vars(inputs.constraints[name]) if name in inputs.constraints else {}
             constraints[name] = EcoRecConstraints(**(stock | {"tt_ranks": (rank,)}))
-        changed = replace(inputs, constraints=constraints)
+        changed = inputs.changed(constraints=constraints)
+        changed = replace(changed, known_forms=changed.forms())
         if not changed.fit():
             continue
-        check = PlacementCheck(inputs.partitioner, changed.capacity())
-        chosen = least_compression(changed.forms(), check)
+        chosen = least_compression(changed.forms(), changed.check())
         assert chosen is not None, "the smallest forms fit"
         names = [name for fqn, name in allowed.items() if chosen[fqn].tt is not None]
         yield f"Allow {_some(names)} to be TT: EcoRecConstraints(tt_ranks=({rank},))"
@@ -199,7 +224,7 @@ def _lower_rank(inputs: PlanningInputs, tables: Sequence[PlannedTable]) -> Itera
     rank = max((max(spec.ranks) for spec in smallest), default=1)
     while rank > 1:
         rank = 1 << ((rank - 1).bit_length() - 1)  # the next power of two below
-        if replace(inputs, max_rank=rank).fit():
+        if inputs.changed(max_rank=rank).fit():
             names = [t.name for t in tables if t.specs and max(t.specs[-1].ranks) > rank]
             yield (
                 f"Lower the TT ranks of {_some(names)} to {rank}: tt_ranks=({rank},), or "
@@ -242,7 +267,7 @@ def _reduce_batch(inputs: PlanningInputs) -> Iterator[str]:
     batch_size = inputs.batch_size
     while batch_size > 1:
         batch_size //= 2
-        if replace(inputs, batch_size=batch_size).fit():
+        if inputs.changed(batch_size=batch_size).fit():
             yield f"Reduce the local batch size to {batch_size} (now {inputs.batch_size})"
             return
 

@@ -249,7 +249,7 @@ def _plan_and_look_up(rank: int) -> tuple[bytes, torch.Tensor]:
     tables = [bag("users"), bag("movies", 40_000), bag("genders", 3)]
     collection = TTEmbeddingBagCollection(tables, tt={"users": USERS})
     constraints = {"movies": EcoRecConstraints(tt_ranks=(8,))}
-    topology = Topology(world_size=2, compute_device="cpu", ddr_cap=9 * MIB)
+    topology = Topology(world_size=2, compute_device="cpu", ddr_cap=4 * MIB)
     sharders = get_ecorec_sharders(
         {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
     )

@@ -23,8 +23,9 @@ class TTEmbeddingBagConfig(EmbeddingBagConfig):
     """An `EmbeddingBagConfig` that may ask for its table to be stored as tensor-train cores.
 
     All other fields mean what they mean to TorchRec: `data_type` is the type of the cores,
-    `init_fn` and `weight_init_min/max` set mean and spread of the table's entries. In a stock
-    `EmbeddingBagCollection` the shape is ignored and the table dense; use
+    `init_fn` and `weight_init_min/max` set mean and spread of the table's entries. A stock
+    `EmbeddingBagCollection` takes the shape when it is sharded by `EcoRecPlanner`'s plan or another
+    that asks for TT, so give it `device="meta"`; unsharded its table is dense, unlike that of a
     `TTEmbeddingBagCollection`.
 
     Args:

@@ -224,6 +224,7 @@ class ToyModel(nn.Module):
         ec: EmbeddingCollection | None = None,
     ) -> None:
         super().__init__()
+        assert ebc is not None or not tables
         self.ebc = ebc
         self.ec = ec
         self.pooled_names = _flat(get_embedding_names_by_table(list(tables)))

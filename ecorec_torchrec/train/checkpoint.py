@@ -191,10 +191,9 @@ def readable(path: Path) -> Iterator[None]:
 def _unreadable(path: Path, cause: BaseException) -> ValueError:
     # What torch says of a file that is no pickle is a page of advice.
     said = "" if isinstance(cause, pickle.UnpicklingError) else f": {cause}"
-    return ValueError(
-        f"the checkpoint {path} cannot be read ({type(cause).__name__}{said}); remove that folder "
-        "to go on from the one before it"
-    )
+    is_of_run = _NAME.fullmatch(path.name) is not None
+    cure = "; remove that folder to go on from the one before it" if is_of_run else ""
+    return ValueError(f"the checkpoint {path} cannot be read ({type(cause).__name__}{said}){cure}")
 
 
 def _state_dict(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> dict[str, Any]:

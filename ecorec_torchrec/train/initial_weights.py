@@ -14,7 +14,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from ecorec_torchrec.train.checkpoint import readable
 from ecorec_torchrec.train.saved_state import SavedState, open_state
-from ecorec_torchrec.train.saved_tables import model_names, table_of_key
+from ecorec_torchrec.train.saved_tables import model_names, table_of
 
 _NAMES_SHOWN = 8
 
@@ -45,7 +45,7 @@ class WeightMatch:
         return [
             name
             for name in names
-            if not any(fnmatchcase(name, p) or table_of_key(name) == p for p in may_differ)
+            if not any(fnmatchcase(name, p) or table_of(name) == p for p in may_differ)
         ]
 
     def describe(self) -> str:
@@ -64,7 +64,7 @@ class WeightMatch:
                 rest = f", and {len(names) - _NAMES_SHOWN} more" if names[_NAMES_SHOWN:] else ""
                 lines.append(f"  {len(names)} {what}: {', '.join(names[:_NAMES_SHOWN])}{rest}")
         if any(".tt_cores." in name for name in self.missing) and any(
-            name.endswith(".weight") and table_of_key(name) for name in self.unexpected
+            name.endswith(".weight") and table_of(name) for name in self.unexpected
         ):
             lines.append("  `ecorec convert` makes TT cores of dense tables")
         return "\n".join(lines)

@@ -13,7 +13,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
 from torchrec.optim.keyed import CombinedOptimizer
 
-from ecorec_torchrec.train.optimizers import table_of
+from ecorec_torchrec.train.saved_tables import table_of
 
 
 def embedding_bytes(

@@ -7,7 +7,6 @@ after it.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
@@ -27,6 +26,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ecorec_torchrec.lookup import GroupKeyedOptimizer
 from ecorec_torchrec.train.config import OptimConfig, OptimizerConfig
+from ecorec_torchrec.train.saved_tables import table_of
 from ecorec_torchrec.tt import TTSpec
 
 _CLASSES: dict[str, type[Optimizer]] = {
@@ -36,19 +36,6 @@ _CLASSES: dict[str, type[Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
-_TABLE_OF_PARAMETER = re.compile(r"(?:^|\.)embedding_bags\.([^.]+)\.")
-
-
-def table_of(name: str) -> str | None:
-    """The table that a parameter, or a key of a state dict, belongs to.
-
-    Example::
-
-        table_of("model.sparse_arch.ebc.embedding_bags.user_id.tt_cores.0")  # "user_id"
-        table_of("model.over_arch.model.1.weight")                            # None
-    """
-    match = _TABLE_OF_PARAMETER.search(name)
-    return match.group(1) if match else None
 
 
 def attach_table_optimizers(

@@ -15,9 +15,10 @@ from ecorec_torchrec.train.checkpoint import read_table_rows
 from ecorec_torchrec.train.saved_state import SavedState, TensorInfo, open_state
 from ecorec_torchrec.tt import TTSpec
 
+# The start of a weight's or core's name, or of what an optimizer keeps of it.
 _TABLE = re.compile(
     r"(?P<path>(?:.*\.)?(?:embedding_bags|embeddings)\.(?P<table>[^.]+))"
-    r"\.(?:weight|tt_cores\.(?P<core>\d+))"
+    r"\.(?:weight|tt_cores\.(?P<core>\d+))(?=\.|$)"
 )
 
 
@@ -112,9 +113,15 @@ def saved_tables(
     return tables
 
 
-def table_of_key(key: str) -> str | None:
-    """The table that a weight or core belongs to, by its key; None for all else."""
-    match = _TABLE.fullmatch(key)
+def table_of(name: str) -> str | None:
+    """The table that a parameter, or its optimizer's state, belongs to; None for all else.
+
+    Example::
+
+        table_of("model.sparse_arch.ebc.embedding_bags.user_id.tt_cores.0")  # "user_id"
+        table_of("model.over_arch.model.1.weight")                            # None
+    """
+    match = _TABLE.match(name)
     return match["table"] if match else None
 
 

@@ -316,6 +316,16 @@ def test_files_that_hold_more_than_tensors(tmp_path: Path) -> None:
         open_state(tmp_path / "list.pt")
 
 
+def test_a_damaged_source_is_told_and_nobody_is_asked_to_remove_it(
+    dense_model: Model, tmp_path: Path
+) -> None:
+    source = save(dense_model, tmp_path / "dense", "dcp of the model alone")
+    next(source.glob("*.distcp")).unlink()
+    with pytest.raises(ValueError, match=r"dense cannot be read \(.*\)$"):
+        compress(source, tmp_path / "tt", RankChoice(rank=4), tables=["users"])
+    assert not (tmp_path / "tt").exists()
+
+
 def test_a_table_that_is_not_there(dense_model: Model, tmp_path: Path) -> None:
     source = save(dense_model, tmp_path / "dense", "dcp")
     with pytest.raises(ValueError, match="no dense table usrs in the checkpoint"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ecorec_torchrec.train.saved_state import SavedState, TensorInfo, open_state, write_state
-from ecorec_torchrec.train.saved_tables import SavedTable, model_names, saved_tables
+from ecorec_torchrec.train.saved_tables import SavedTable, model_names, rows_of, saved_tables
 from ecorec_torchrec.train.table_sizes import TableSize
 from ecorec_torchrec.tt import TTSpec, from_dense, to_dense
 
@@ -114,8 +114,7 @@ def compress(
     def read(name: str) -> Tensor:
         return cores[name] if name in cores else source.read([name])[name]
 
-    rows = {table.name: table.num_rows for table in found if table.num_rows is not None}
-    write_state(Path(out), written, read, rows)
+    write_state(Path(out), written, read, rows_of(found))
     return _conclude(Path(out), written, report, source)
 
 
@@ -159,8 +158,7 @@ def decompress(
         for t in found
         if t.num_rows is not None
     ]
-    rows = {table.name: table.num_rows for table in found if table.num_rows is not None}
-    write_state(Path(out), written, read, rows)
+    write_state(Path(out), written, read, rows_of(found))
     return _conclude(Path(out), written, report, source)
 
 

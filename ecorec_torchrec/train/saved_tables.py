@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,7 +93,8 @@ def saved_tables(
 
     Args:
         state: the saved state.
-        num_embeddings: rows of TT tables, where no `tables.json` lies beside the state.
+        num_embeddings: rows of TT tables by name or path, where no `tables.json` lies beside the
+            state.
     """
     rows = {**read_table_rows(state.path), **(num_embeddings or {})}
     found: dict[str, dict[int, str]] = defaultdict(dict)
@@ -108,9 +109,22 @@ def saved_tables(
     for path, keys in found.items():
         tensors = {key: state.tensors[key] for _, key in sorted(keys.items())}
         first = next(iter(tensors.values()))
-        num_rows = first.shape[0] if len(tensors) == 1 else rows.get(names[path])
+        num_rows = first.shape[0] if len(tensors) == 1 else rows.get(path, rows.get(names[path]))
         tables.append(SavedTable(names[path], path, tensors, num_rows))
     return tables
+
+
+def rows_of(tables: Sequence[SavedTable]) -> dict[str, int]:
+    """The known rows of tables, for a `tables.json`: by name, or by path where two have one name.
+
+    Collections of one model may call a table of each by the same name.
+    """
+    counts = Counter(table.name for table in tables)
+    return {
+        table.name if counts[table.name] == 1 else table.path: table.num_rows
+        for table in tables
+        if table.num_rows is not None
+    }
 
 
 def table_of(name: str) -> str | None:

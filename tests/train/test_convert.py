@@ -202,6 +202,22 @@ def test_sequence_tables_are_found_too(tmp_path: Path) -> None:
     assert {f"model.embeddings.users.tt_cores.{k}" for k in range(3)} <= names
 
 
+def test_tables_of_one_name_in_two_collections(tmp_path: Path) -> None:
+    """Their numbers of rows, which cores do not tell, are not mixed up."""
+    rows = {"pooled": 3000, "recent": 5000}
+    model = nn.ModuleDict(
+        {
+            name: EmbeddingBagCollection([EmbeddingBagConfig(n, DIM, "users", feature_names=["f"])])
+            for name, n in rows.items()
+        }
+    )
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "dense")
+    compress(tmp_path / "dense", tmp_path / "tt", RankChoice(rank=4), tables=["users"])
+    decompress(tmp_path / "tt", tmp_path / "back")
+    found = open_state(tmp_path / "back").tensors
+    assert {name.partition(".")[0]: info.shape[0] for name, info in found.items()} == rows
+
+
 def test_modules_named_as_parts_of_optimizers_are_kept(tmp_path: Path) -> None:
     model = nn.ModuleDict({"state": nn.Sequential(nn.Linear(2, 2)), "ebc": Model(nn.Linear(1, 1))})
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "m")

@@ -108,6 +108,8 @@ class TTEmbeddingBagCollectionSharder(TTCollectionSharder, EmbeddingBagCollectio
         num_dist_groups: slices that the tables of every sharding type are cut into, so that the
             communication of one overlaps the lookup of the next; the numbers stay the same. A plan
             that names the `dist_group` of a table goes before.
+            As with every placement in TorchRec, read the `KeyedTensor` by key: the order of its
+            columns follows the groups.
         module_type: the type of collection that the planner and `DistributedModelParallel` use
             this sharder for.
         dist_group_slope: 0 for groups of equal size, 1 for sizes that fall to one table, see

@@ -1,0 +1,157 @@
+"""What overlap is worth: three ways to train the same tables, over links of several rates."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from ecorec_torchrec.bench.links import LOOPBACK, link, start
+from ecorec_torchrec.bench.measure import git_sha
+
+VARIANTS = ("torchrec_dense", "tt_ungrouped", "ecorec")
+COLUMNS = (
+    "variant", "link", "world_size", "dist_groups", "batch_size", "num_tables", "num_embeddings",
+    "embedding_dim", "rank", "step_ms", "exposed_comm_ms", "samples_per_second", "ideal_step_ms",
+    "steps", "torch", "torchrec", "git_sha",
+)  # fmt: skip
+
+
+@dataclass(kw_only=True, slots=True)
+class PipelineBenchOptions:
+    """Measure training steps of TT tables in dist groups beside ungrouped and dense ones.
+
+    Variants: torchrec_dense (dense tables, TorchRec's planner and pipeline), tt_ungrouped (TT
+    tables in TorchRec's pipeline) and ecorec (the same tables in dist groups, in
+    EcoRecTrainPipeline). They take turns step by step. Every rank computes with one thread; rates
+    other than loopback need root and iproute2.
+    """
+
+    csv: str = "docs/benchmarks/pipeline.csv"
+    """Rows are appended to this file."""
+
+    links: tuple[str, ...] = (LOOPBACK, "100mbit", "1gbit", "10gbit")
+    """Rates between the ranks, as tc reads them, or loopback."""
+
+    variants: tuple[str, ...] = VARIANTS
+    """What to measure."""
+
+    world_size: int = 2
+    """Number of ranks, all on this machine."""
+
+    dist_groups: int = 4
+    """Groups of the variant ecorec."""
+
+    batch_size: int = 4096
+    """Examples of a global batch."""
+
+    num_tables: int = 16
+    """Tables, dealt out to the ranks in turn; one id per table and example."""
+
+    num_embeddings: int = 100_000
+    """Rows of a table."""
+
+    embedding_dim: int = 64
+    """Columns of a table."""
+
+    rank: int = 16
+    """TT rank."""
+
+    steps: int = 30
+    """Steps per variant; their median counts."""
+
+    warmup_steps: int = 3
+    """Steps before that."""
+
+    def __post_init__(self) -> None:
+        self.links, self.variants = tuple(self.links), tuple(self.variants)
+        for name in ("world_size", "dist_groups", "num_tables", "steps", "warmup_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.batch_size < self.world_size:
+            raise ValueError(f"batch_size={self.batch_size} leaves ranks without examples")
+        if not self.variants or (unknown := set(self.variants) - set(VARIANTS)):
+            raise ValueError(
+                f"variants: {sorted(unknown) if self.variants else '()'}, of {VARIANTS}"
+            )
+
+
+def run_pipeline(options: PipelineBenchOptions) -> Iterator[list[dict[str, object]]]:
+    """Measures link by link; yields the rows of each, which are in the CSV file by then.
+
+    Raises:
+        PermissionError, FileNotFoundError, ValueError: see `link`.
+        RuntimeError: a rank failed.
+    """
+    for rate in options.links:
+        found = _measure(options, rate)
+        rows = _rows(options, rate, found)
+        _append(Path(options.csv), rows)
+        yield rows
+
+
+def _measure(options: PipelineBenchOptions, rate: str) -> dict[str, dict[str, float]]:
+    module = "ecorec_torchrec.bench.pipeline_rank"
+    with link(rate, options.world_size) as places, tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = json.dumps(dataclasses.asdict(options))
+        command = [sys.executable, "-m", module, str(folder / "store"), settings]
+        processes = start(places, command, folder)
+        try:
+            for rank, process in enumerate(processes):
+                if process.wait() != 0:
+                    errors = (folder / f"{rank}.err").read_text().strip()
+                    raise RuntimeError(f"link {rate}, rank {rank}: {errors[-2000:]}")
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return json.loads((folder / "0.out").read_text().splitlines()[-1])
+
+
+def _rows(
+    options: PipelineBenchOptions, rate: str, found: dict[str, dict[str, float]]
+) -> list[dict[str, object]]:
+    ideal_ms = ""
+    if "tt_ungrouped" in found:
+        step_ms, exposed_ms = found["tt_ungrouped"].values()
+        # If the shorter of computing and waiting hid wholly behind the longer.
+        ideal_ms = f"{max(exposed_ms, step_ms - exposed_ms):.2f}"
+    return [
+        {
+            "variant": variant,
+            "link": rate,
+            "world_size": options.world_size,
+            "dist_groups": options.dist_groups if variant == "ecorec" else 1,
+            "batch_size": options.batch_size,
+            "num_tables": options.num_tables,
+            "num_embeddings": options.num_embeddings,
+            "embedding_dim": options.embedding_dim,
+            "rank": "" if variant == "torchrec_dense" else options.rank,
+            "step_ms": f"{figures['step_ms']:.2f}",
+            "exposed_comm_ms": f"{figures['exposed_comm_ms']:.2f}",
+            "samples_per_second": f"{options.batch_size / figures['step_ms'] * 1e3:.0f}",
+            "ideal_step_ms": "" if variant == "torchrec_dense" else ideal_ms,
+            "steps": options.steps,
+            "torch": version("torch"),
+            "torchrec": version("torchrec"),
+            "git_sha": git_sha(),
+        }
+        for variant, figures in found.items()
+    ]
+
+
+def _append(path: Path, rows: list[dict[str, object]]) -> None:
+    is_new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)

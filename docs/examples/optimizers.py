@@ -1,9 +1,10 @@
-"""Optimizers of TT tables: accumulation, clipping, warm-up, frozen tables, NaN gradients."""
+"""Optimizers of TT tables: one per table, accumulation, clipping, warm-up, frozen tables, NaN."""
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan
 from torchrec.distributed.types import ShardingPlan
@@ -73,6 +74,16 @@ def both_optimizers(model: DistributedModelParallel, **options: str) -> Combined
     )
     # end: both
     return optimizer
+
+
+def one_of_its_own() -> None:
+    # start: per_table
+    model = Model()
+    users = model.ebc.embedding_bags["users"]
+    apply_optimizer_in_backward(torch.optim.Adam, users.parameters(), {"lr": 0.004})
+    sharded = shard(model, {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05})
+    # end: per_table
+    print(f"rate of users {sharded.fused_optimizer.param_groups[0]['lr']}")
 
 
 def accumulate_and_clip() -> None:
@@ -152,6 +163,7 @@ def nan_gradients() -> None:
 if __name__ == "__main__":
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
+    one_of_its_own()
     accumulate_and_clip()
     warm_up()
     freeze()

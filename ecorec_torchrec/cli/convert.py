@@ -45,8 +45,8 @@ class ConvertOptions:
     """Turn TT tables into dense weights instead."""
 
     num_embeddings: dict[str, int] = field(default_factory=dict)
-    """With --to-dense, rows of the tables of a checkpoint that another program has written: the
-    cores alone do not tell."""
+    """With --to-dense, rows of the tables of a checkpoint that another program has written, such as
+    users 5000 items 300: the cores alone do not tell."""
 
     def __post_init__(self) -> None:
         sizes = [self.rank, self.max_error, self.max_bytes]
@@ -85,9 +85,10 @@ def run(arguments: list[str]) -> None:
         f"{options.out}: {result.tensor_bytes:,} bytes of tensors, MLPs included, in files of "
         f"{result.file_bytes:,} bytes ({human_bytes(result.file_bytes)})"
     )
-    print(
-        f"optimizer state is not converted: {result.dropped} tensors of it are left out, and "
-        "training goes on with a new optimizer (checkpoint.init_from)"
-    )
+    if result.dropped:
+        print(
+            f"optimizer state is not converted: {result.dropped} tensors of it are left out, and "
+            "training goes on with a new optimizer (checkpoint.init_from)"
+        )
     if shapes := config_of_shapes(result.tables):
         print(f"\nthe tables in a configuration of `ecorec train`:\n\n{shapes}")

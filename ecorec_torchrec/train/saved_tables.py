@@ -51,6 +51,11 @@ class SavedTable:
         return sum(info.nbytes for info in self.tensors.values())
 
     @property
+    def max_rows(self) -> int:
+        """N of a dense table; of a TT table the most that its cores can stand for, prod(p)."""
+        return math.prod(info.shape[0] for info in self.tensors.values())
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(N, D).
 
@@ -60,8 +65,8 @@ class SavedTable:
         if self.num_rows is None:
             raise ValueError(
                 f"table {self.name!r}: its cores do not tell how many rows it has, at most "
-                f"{math.prod(info.shape[0] for info in self.tensors.values())}, and the checkpoint "
-                f"has no tables.json: give it as {self.name}=ROWS (--num-embeddings)"
+                f"{self.max_rows}, and the checkpoint has no tables.json: give num_embeddings "
+                f"(--num-embeddings {self.name} ROWS)"
             )
         shapes = [info.shape for info in self.tensors.values()]
         columns = math.prod(shape[2] for shape in shapes) if self.is_tt else shapes[0][1]
@@ -95,6 +100,10 @@ def saved_tables(
         state: the saved state.
         num_embeddings: rows of TT tables by name or path, where no `tables.json` lies beside the
             state.
+
+    Raises:
+        ValueError: `num_embeddings` names no TT table of the state, or more rows than its cores
+            can stand for.
     """
     rows = {**read_table_rows(state.path), **(num_embeddings or {})}
     found: dict[str, dict[int, str]] = defaultdict(dict)
@@ -111,7 +120,24 @@ def saved_tables(
         first = next(iter(tensors.values()))
         num_rows = first.shape[0] if len(tensors) == 1 else rows.get(path, rows.get(names[path]))
         tables.append(SavedTable(names[path], path, tensors, num_rows))
+    _check_rows(tables, num_embeddings or {})
     return tables
+
+
+def _check_rows(tables: Sequence[SavedTable], num_embeddings: Mapping[str, int]) -> None:
+    tt_tables = [table for table in tables if table.is_tt]
+    known = {key for table in tt_tables for key in (table.name, table.path)}
+    if unknown := [key for key in num_embeddings if key not in known]:
+        there_are = ", ".join(sorted(table.name for table in tt_tables)) or "none"
+        raise ValueError(
+            f"num_embeddings: no TT table {', '.join(unknown)} in the checkpoint ({there_are})"
+        )
+    for table in tt_tables:
+        if table.num_rows is not None and not 1 <= table.num_rows <= table.max_rows:
+            raise ValueError(
+                f"table {table.name!r}: num_embeddings={table.num_rows} must lie in "
+                f"1..{table.max_rows}, the rows that its cores can stand for"
+            )
 
 
 def rows_of(tables: Sequence[SavedTable]) -> dict[str, int]:

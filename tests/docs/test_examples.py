@@ -113,7 +113,8 @@ def test_cores_of_fbtt_give_the_rows_that_they_give_there() -> None:
 
 
 def test_optimizers(ranks: RankPool) -> None:
-    norm, *rest = run_example(ranks, "optimizers.py")
+    own, norm, *rest = run_example(ranks, "optimizers.py")
+    assert own == "rate of users 0.004"
     assert norm.startswith("norm ")
     assert rest == [
         "rate 0.0127",

@@ -270,13 +270,19 @@ def test_a_converted_checkpoint_loads_sharded(ranks: RankPool, tmp_path: Path) -
 
 
 def test_rows_that_nobody_has_told(dense_model: Model, tmp_path: Path) -> None:
-    """The cores of a table that another program has saved: 5,000 rows are padded to 5,032."""
+    """The cores of a table that another program has saved: 5,000 rows are padded to 5,040."""
     source = save(dense_model, tmp_path / "dense", "dcp")
     compress(source, tmp_path / "tt", RankChoice(rank=4), tables=["users"])
     (tmp_path / "tt" / "tables.json").unlink()
-    with pytest.raises(ValueError, match="'users': its cores do not tell .*users=ROWS"):
+    with pytest.raises(ValueError, match="'users': its cores do not tell .*users ROWS"):
         decompress(tmp_path / "tt", tmp_path / "back")
-    decompress(tmp_path / "tt", tmp_path / "back", num_embeddings={"users": 5000})
+    back = tmp_path / "back"
+    with pytest.raises(ValueError, match="'users': num_embeddings=5041 must lie in 1..5040,"):
+        decompress(tmp_path / "tt", back, num_embeddings={"users": 5041})
+    with pytest.raises(ValueError, match=r"no TT table usrs in the checkpoint \(users\)"):
+        decompress(tmp_path / "tt", back, num_embeddings={"usrs": 5000})
+    flags = ["--checkpoint", str(tmp_path / "tt"), "--out", str(back), "--to-dense"]
+    main(["convert", *flags, "--num-embeddings", "users", "5000"])
     assert open_state(tmp_path / "back").tensors["model.ebc.embedding_bags.users.weight"].shape == (
         5000,
         DIM,
@@ -300,6 +306,7 @@ def test_the_program(
     spec = read_tt_specs(out)["users"]
     assert tuple(shapes["shapes"]["users"]["row_factors"]) == spec.row_factors
     main(["convert", "--checkpoint", str(out), "--out", str(tmp_path / "back"), "--to-dense"])
+    assert "optimizer state" not in capsys.readouterr().out
     assert open_state(tmp_path / "back").tensors["net.ebc.embedding_bags.users.weight"]
     with pytest.raises(SystemExit):
         main(["convert", *where, "--rank", "4"])

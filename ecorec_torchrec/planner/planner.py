@@ -37,6 +37,7 @@ from ecorec_torchrec.plan import RecordedPlan, TTParameterSharding, with_dist_gr
 from ecorec_torchrec.sharding import get_ecorec_sharders
 from ecorec_torchrec.tt import TTSpec
 
+from .baselines import Baseline, greedy_by_unique_ids, torchrec_greedy
 from .compression import FitCheck, Form, least_compression, table_forms
 from .constraints import EcoRecConstraints
 from .enumerator import EcoRecEnumerator
@@ -146,6 +147,7 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         if enumerator is None:
             self._enumerator = EcoRecEnumerator(self._topology, self._batch_size, constraints)
         self._search_is_torchrecs = any((proposer, partitioner, performance_model, plan_loader))
+        self._planned: tuple[list[Candidate], Topology] | None = None
         self.report: PlanReport | None = None
         """The last plan as tables for people; with `collective_plan` on rank 0 only."""
 
@@ -198,7 +200,22 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         plan.world_size = self._topology.world_size
         self._warn_without_optimizer()
         self.report = PlanReport.of(plan, module, options=self._best_plan, capacity=capacity)
+        shardings = [candidate for form in chosen.values() for candidate in form.shardings]
+        self._planned = shardings, capacity
         return plan
+
+    def baselines(self, unique_ids: Mapping[str, float]) -> list[Baseline]:
+        """Other planners' placements of the last plan's tables in its forms, at the same costs.
+
+        Args:
+            unique_ids: table -> distinct ids in a global batch, which EcoRec places by.
+        """
+        assert self._planned is not None, "plan() comes first"
+        shardings, capacity = self._planned
+        return [
+            greedy_by_unique_ids(shardings, unique_ids, capacity),
+            torchrec_greedy(shardings, capacity),
+        ]
 
     def _place_in_dist_groups(self, plan: RecordedPlan) -> None:
         """As the constraints ask; other tables are left to the sharder's `num_dist_groups`."""

@@ -94,6 +94,9 @@ class PlanReport:
 
     tables: tuple[TableReport, ...]
     ranks: tuple[RankReport, ...]
+    largest_shard_ms: float | None = None
+    """Predicted time of the shard that takes longest, below which no placement can go; None for a
+    plan that no planner made."""
 
     @classmethod
     def of(
@@ -121,13 +124,19 @@ class PlanReport:
         num_ranks = capacity.world_size if capacity else 0
         for table in tables:
             num_ranks = max(num_ranks, *(rank + 1 for rank in table.weight_bytes))
-        return cls(tables, _rank_reports(num_ranks, tables, options, capacity))
+        largest = max((s.perf.total for option in options for s in option.shards), default=None)
+        return cls(tables, _rank_reports(num_ranks, tables, options, capacity), largest)
 
     @property
     def step_ms(self) -> float | None:
         """Predicted time of the slowest rank; None for a plan that no planner made."""
         times = [rank.step_ms for rank in self.ranks if rank.step_ms is not None]
         return max(times, default=None)
+
+    @property
+    def bottleneck(self) -> str | None:
+        """What takes longest on the slowest rank."""
+        return max(self.ranks, key=lambda rank: rank.step_ms or 0.0).bottleneck
 
     @property
     def imbalance(self) -> float | None:

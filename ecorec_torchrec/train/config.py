@@ -94,8 +94,8 @@ class SyntheticConfig:
 class DataConfig:
     """Which rows to train on, and how they are split."""
 
-    name: Literal["movielens-100k", "criteo", "synthetic"] = "synthetic"
-    """The data set."""
+    name: Literal["movielens-100k", "criteo", "synthetic", "tables"] = "synthetic"
+    """The data set. tables: no data, a CSV file of tables for `ecorec plan`."""
 
     path: Annotated[str | None, tyro.conf.arg(aliases=["--data"])] = None
     """Folder (or file) of your own copy. MovieLens-100K is found without it where the `recbole`
@@ -170,7 +170,8 @@ class TTConfig:
     """Which tables are held as tensor-train cores, and how."""
 
     tables: tuple[str, ...] = ()
-    """Feature names whose tables become TT tables; all others stay dense."""
+    """Feature names whose tables become TT tables; all others stay dense. With `data.name: tables`
+    also patterns, such as `*`."""
 
     choice: Literal["always", "auto"] = "always"
     """always: the tables above are TT. auto: the planner makes them TT only where the dense
@@ -275,6 +276,13 @@ class PlanConfig:
     ddr_cap_gib: float | None = None
     """Host memory of one rank for the planner; without it TorchRec's default."""
 
+    hardware: str | None = None
+    """Machines to plan for: a100, h100, h200, or a YAML file of your own; without it TorchRec's
+    default bandwidths."""
+
+    local_batch_size: int | None = None
+    """Rows of a batch per rank that is planned for; without it `train.batch_size` shared out."""
+
     num_dist_groups: int = 1
     """Groups that the tables of the TT model travel in, each while another is looked up."""
 
@@ -291,7 +299,7 @@ class PlanConfig:
             self.dist_group_slope,
             "must be within 0..1",
         )
-        for name in ("hbm_cap_gib", "ddr_cap_gib"):
+        for name in ("hbm_cap_gib", "ddr_cap_gib", "local_batch_size"):
             value = getattr(self, name)
             if value is not None:
                 _require(value > 0, f"plan.{name}", value, "must be > 0")

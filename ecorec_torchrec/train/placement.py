@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     KernelConfig,
@@ -22,12 +24,14 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from ecorec_torchrec.plan import load_plan
+from ecorec_torchrec.plan import RecordedPlan, load_plan
 from ecorec_torchrec.planner import EcoRecConstraints, EcoRecPlanner, PlanReport
 from ecorec_torchrec.sharding import get_ecorec_sharders
 from ecorec_torchrec.train.config import TrainConfig
 from ecorec_torchrec.train.data import Schema
-from ecorec_torchrec.train.model import RankingModel, Variant, build_model, tt_specs
+from ecorec_torchrec.train.hardware import load_hardware
+from ecorec_torchrec.train.model import TT, RankingModel, Variant, build_model, tt_specs
+from ecorec_torchrec.train.table_list import ListedTable, collection_of, constraints_of
 from ecorec_torchrec.tt import TTSpec
 
 _RESERVED_FRACTION = 0.15  # memory that the planner leaves to MLPs and batches
@@ -92,20 +96,65 @@ def plan_model(
 
 
 def make_topology(config: TrainConfig, device_type: str, world_size: int) -> Topology:
-    """TorchRec's picture of the machines: this run's ranks and the caps of `plan`."""
+    """TorchRec's picture of the machines: this run's ranks, `plan.hardware`, the caps of `plan`.
+
+    Raises:
+        ValueError: `plan.hardware` cannot be used, or its hosts are not filled by the ranks.
+    """
+    hardware = None if config.plan.hardware is None else load_hardware(config.plan.hardware)
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if hardware is not None:
+        per_host = min(hardware.ranks_per_host, world_size)
+        if world_size % per_host:
+            raise ValueError(
+                f"world size {world_size} does not fill hosts of {per_host} ranks "
+                f"(plan.hardware={config.plan.hardware!r})"
+            )
     trainer = TrainerConfig(
         world_size=world_size,
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        local_world_size=per_host,
         hbm_cap_bytes=_gib(config.plan.hbm_cap_gib),
         ddr_cap_bytes=_gib(config.plan.ddr_cap_gib),
     )
     return TopologyFactory.create_topology(
-        trainer, kernel_config=KernelConfig(compute_device=device_type)
+        trainer,
+        hardware_config=None if hardware is None else hardware.for_torchrec(),
+        kernel_config=KernelConfig(
+            compute_device=device_type, use_hardware_based_bandwidth=hardware is not None
+        ),
     )
+
+
+def local_batch_size(config: TrainConfig, world_size: int) -> int:
+    """Rows of a batch on one rank."""
+    return config.plan.local_batch_size or -(-config.train.batch_size // world_size)
 
 
 def _gib(amount: float | None) -> int | None:
     return None if amount is None else int(amount * (1 << 30))
+
+
+def plan_tables(
+    config: TrainConfig, tables: Sequence[ListedTable], topology: Topology
+) -> tuple[RecordedPlan, EcoRecPlanner]:
+    """The plan of a list of tables, and the planner with its report.
+
+    Raises:
+        ValueError: `tt.tables` names no table, or no plan fits into the memory.
+    """
+    planner = EcoRecPlanner(
+        topology,
+        batch_size=local_batch_size(config, topology.world_size),
+        storage_reservation=FixedPercentageStorageReservation(_RESERVED_FRACTION),
+        constraints=dict(constraints_of(tables, config)),
+        stats=NoopEmbeddingStats(),
+        debug=False,
+    )
+    try:
+        plan = planner.plan(collection_of(tables, config), sharders_of(config, TT))
+    except PlannerError as error:
+        raise ValueError(str(error)) from error
+    return plan, planner
 
 
 def shard_model(
@@ -133,7 +182,7 @@ def _make_planner(
 ) -> EmbeddingShardingPlanner:
     arguments: dict[str, Any] = {
         "topology": topology,
-        "batch_size": -(-config.train.batch_size // topology.world_size),
+        "batch_size": local_batch_size(config, topology.world_size),
         "storage_reservation": FixedPercentageStorageReservation(_RESERVED_FRACTION),
         "debug": False,
     }

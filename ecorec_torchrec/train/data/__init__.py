@@ -31,6 +31,8 @@ def load_dataset(config: DataConfig, seed: int) -> Dataset:
             that the data set does not have.
     """
     _warn_of_ignored_options(config)
+    if config.name == "tables":
+        raise ValueError("data.name=tables is a list of tables without data: only `ecorec plan`")
     dataset: Dataset
     if config.name == "movielens-100k":
         from ecorec_torchrec.train.data.movielens import movielens_100k

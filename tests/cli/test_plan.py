@@ -1,0 +1,106 @@
+"""`ecorec plan` of a list of tables: what if there were more ranks, less memory, other machines."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from ecorec_torchrec.cli import main
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A configuration of 30 tables, drawn like those of `meta788`."""
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(788)
+    pooling = np.clip(draw.lognormal(np.log(3.0), 1.55, 30), 0.05, 400)
+    rows = np.clip((draw.lognormal(0.0, 2.1, 30) * 200_000).astype(np.int64), 10, 10_000_000)
+    lines = ["table,num_embeddings,pooling_factor,unique_4096"]
+    lines += [
+        f"t{i},{n},{p:.4f},{n // 10}" for i, (n, p) in enumerate(zip(rows, pooling, strict=True))
+    ]
+    Path("tables.csv").write_text("\n".join(lines) + "\n")
+    settings = {
+        "data": {"name": "tables", "path": "tables.csv"},
+        "model": {"embedding_dim": 128},
+        "tt": {"tables": ["*"], "choice": "auto", "rank": 16},
+        "plan": {"hardware": "h100", "local_batch_size": 512},
+    }
+    Path("plan30.yaml").write_text(yaml.safe_dump(settings))
+    return "plan30.yaml"
+
+
+def planned(config: str, *arguments: str) -> dict:
+    main(["plan", "--config", config, *arguments, "--json", "figures.json", "--out", "plan.yaml"])
+    return json.loads(Path("figures.json").read_text())
+
+
+def test_what_if(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    small = planned(config, "--world-size", "8")
+    shown = capsys.readouterr().out
+    assert "EcoRec: table-wise, greedy by unique ids" in shown and "TorchRec: " in shown
+    assert "times the mean rank; bottleneck: " in shown
+    assert small["tt_tables"] == 0 and len(small["ranks"]) == 8
+    assert small["imbalance"] < min(baseline["imbalance"] for baseline in small["baselines"])
+    first = Path("plan.yaml").read_bytes()
+    planned(config, "--world-size", "8")
+    assert Path("plan.yaml").read_bytes() == first
+
+    large = planned(config, "--world-size", "32")
+    assert "(16 faster ranks are not shown)" in capsys.readouterr().out
+    assert large["step_ms"] < large["world_size"] / 8 * small["step_ms"]
+    assert (
+        planned(config, "--world-size", "8", "--batch-size", "2048")["step_ms"] > small["step_ms"]
+    )
+    assert planned(config, "--world-size", "8", "--hardware", "a100")["step_ms"] > small["step_ms"]
+    tight = planned(config, "--world-size", "8", "--hbm", "1.5")
+    assert tight["tt_tables"] > 0
+    assert all(rank["needed_bytes"] <= rank["cap_bytes"] < 1.5 * 2**30 for rank in tight["ranks"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hbm", "0.01"], r"do not fit.*Cures, each of them enough:\n  1\) "),
+        (["--hbm", "0"], r"--hbm 0.0 must be > 0"),
+        (["--hardware", "h1000"], r"no hardware of that name.*a100, h100, h200"),
+        (["--world-size", "12"], r"world size 12 does not fill hosts of 8 ranks"),
+        (["--tt.tables", "x*"], r"tt.tables: no table 'x\*'"),
+        (["--data.path", "nope.csv"], r"data.path='nope.csv': no such file"),
+    ],
+)
+def test_mistakes_are_messages(
+    config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "--config", config, "--nproc", "8", *arguments])
+    assert caught.value.code == 2
+    assert re.search(message, capsys.readouterr().err, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("t0,5,1.0", "4: table 't0' is listed twice"),
+        ("t2,0,1.0", "4: num_embeddings=0 must be at least 1"),
+        ("t2,9,nan", "4: pooling_factor=nan must be > 0"),
+        ("t2,9", "4: "),
+    ],
+)
+def test_bad_lines_are_named(config: str, line: str, message: str) -> None:
+    from ecorec_torchrec.train.table_list import read_tables
+
+    head = "table,num_embeddings,pooling_factor\nt0,10,1.0\nt1,10,2.0\n"
+    Path("tables.csv").write_text(head + line + "\n")
+    with pytest.raises(ValueError, match=f"tables.csv:{message}"):
+        read_tables("tables.csv")
+
+
+def test_lists_are_not_trained(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--config", config])
+    assert "list of tables without data" in capsys.readouterr().err

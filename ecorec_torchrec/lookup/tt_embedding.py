@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.profiler import record_function
 from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -23,13 +24,14 @@ class BatchedTTEmbedding(TTKernel, BaseBatchedEmbedding[Tensor]):
         Returns:
             (L, D) in `settings.output_dtype`, a row per id, in the order of the ids.
         """
-        rows_LD = batched_tt_embedding(
-            features.values(),
-            _feature_offsets(features),
-            self._emb_module(),
-            self.batch,
-            **self._lookup_options(),
-        )
+        with record_function("## ecorec_torchrec.lookup ##"):
+            rows_LD = batched_tt_embedding(
+                features.values(),
+                _feature_offsets(features),
+                self._emb_module(),
+                self.batch,
+                **self._lookup_options(),
+            )
         return self._with_gradients(rows_LD)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.profiler import record_function
 from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbeddingBag
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -32,15 +33,16 @@ class BatchedTTEmbeddingBag(TTKernel, BaseBatchedEmbeddingBag[Tensor]):
             (B, F * D) in `settings.output_dtype`.
         """
         assert vbe_output is None and vbe_output_offsets is None
-        pooled = batched_tt_embedding_bag(
-            features.values(),
-            features.offsets(),
-            self._emb_module(),
-            self.batch,
-            mode="mean" if self._config.pooling is PoolingType.MEAN else "sum",
-            per_sample_weights=features.weights() if self._config.is_weighted else None,
-            **self._lookup_options(),
-        )
+        with record_function("## ecorec_torchrec.lookup ##"):
+            pooled = batched_tt_embedding_bag(
+                features.values(),
+                features.offsets(),
+                self._emb_module(),
+                self.batch,
+                mode="mean" if self._config.pooling is PoolingType.MEAN else "sum",
+                per_sample_weights=features.weights() if self._config.is_weighted else None,
+                **self._lookup_options(),
+            )
         return self._with_gradients(pooled)
 
 

@@ -126,6 +126,21 @@ def test_batches_in_flight_come_before_those_of_another_iterator(
     assert ranks.run(two_iterators, used_of_first) == [[True] * 6] * 2
 
 
+def profiled_ranges(rank: int) -> set[str]:
+    _, pipeline = build()
+    iterator = iter(batches(rank, 2))
+    pipeline.progress(iterator)
+    with torch.profiler.profile() as profile:
+        pipeline.progress(iterator)
+    return {event.key for event in profile.key_averages() if "ecorec_torchrec" in event.key}
+
+
+def test_ranges_of_a_profile_are_named_after_the_packages(ranks: RankPool) -> None:
+    for found in ranks.run(profiled_ranges):
+        assert "## ecorec_torchrec.lookup ##" in found
+        assert {f"## ecorec_torchrec.dist: wait for ids {group} ##" for group in (0, 1)} <= found
+
+
 class VariadicDensePart(toy.ToyModel):
     def forward(self, batch: toy.ToyBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return self.loss(self.ebc(batch.features), labels=batch.labels)

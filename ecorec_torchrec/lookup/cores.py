@@ -67,7 +67,7 @@ class CoreSlice(nn.Parameter):
         self._start = start
         self._grad_of_flat: Tensor | None = None
         self._grad_view: Tensor | None = None
-        if flat.requires_grad:
+        if self.requires_grad:  # not so under torch.inference_mode, for evaluation only
             self.retain_grad()  # torch.optim refuses a non-leaf unless it retains its gradient
 
     def rows_of(self, tensor: Tensor) -> Tensor:

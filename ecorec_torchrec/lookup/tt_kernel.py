@@ -158,6 +158,27 @@ class FusedTTKernel(TTKernel, FusedOptimizerModule):
                 nonfinite_gradients=self.settings.nonfinite_gradients,
             )
 
+    def _with_gradients(self, embeddings: Tensor) -> Tensor:
+        """As `TTKernel`'s; torch's own error about cores that have changed names no table."""
+        embeddings = super()._with_gradients(embeddings)
+        versions = self._versions()
+
+        def check(_: Tensor) -> None:
+            if self._versions() != versions:
+                raise RuntimeError(
+                    f"the cores of TT tables {list(self.batch.table_names)} have changed since the "
+                    "forward pass that this backward pass belongs to, as by the update of another "
+                    "backward pass: add the losses and go backward once, or set "
+                    "step_in_backward=False in fused_params"
+                )
+
+        if embeddings.requires_grad and not self.frozen:
+            embeddings.register_hook(check)
+        return embeddings
+
+    def _versions(self) -> list[int]:
+        return [0 if flat.is_inference() else flat._version for flat in self._emb_module.flat]
+
     @property
     def fused_optimizer(self) -> FusedOptimizer:
         return self._optim

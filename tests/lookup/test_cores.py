@@ -8,7 +8,14 @@ import torch
 from ecorec_torchrec.kernels.tt_index import TableBatch
 from torch import nn
 
-from ecorec_torchrec.lookup import CoreSlice, GroupableSpec, GroupCores, TableCores
+from ecorec_torchrec.lookup import (
+    CoreSlice,
+    FusedTTOptimizer,
+    GroupableSpec,
+    GroupCores,
+    OptimizerSpec,
+    TableCores,
+)
 from ecorec_torchrec.tt import TTSpec
 
 BATCH = TableBatch(
@@ -61,6 +68,15 @@ def test_a_slice_passes_for_a_parameter(group: GroupCores) -> None:
     module.tt_cores = TableCores(group.tables["user"])
     assert [name for name, _ in module.named_parameters()] == [f"tt_cores.{k}" for k in range(3)]
     torch.optim.Adam(module.parameters())  # refuses what it takes for a non-leaf
+
+
+def test_made_under_inference_mode_it_serves_evaluation() -> None:
+    """A serving program may make its model there, with the optimizer of training in the config."""
+    with torch.inference_mode():
+        group = GroupCores(BATCH, torch.float32, torch.device("cpu"))
+        FusedTTOptimizer(group, OptimizerSpec(torch.optim.SGD, (("lr", 0.1),)))
+        assert loss(group) == 0
+    assert not group.tables["user"][0].requires_grad
 
 
 def test_grad_of_a_slice_is_the_slice_of_the_grad(group: GroupCores) -> None:

@@ -1,6 +1,7 @@
 """What optimizers do to TT tables on several ranks: when they step, on what, and by which rate."""
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -108,6 +109,26 @@ def test_by_default_two_backward_passes_are_two_updates(ranks: RankPool) -> None
     assert not torch.equal(
         found["ebc.embedding_bags.t_q.tt_cores.0"], init["ebc.embedding_bags.t_q.tt_cores.0"]
     )
+
+
+def two_forward_passes_first(rank: int, init: dict[str, Tensor]) -> list[str]:
+    found = []
+    for fused_params in (toy.SGD, DEFERRED):
+        model, _ = sharded(init, fused_params)
+        losses = [model(batch(step, rank))[0].sum() for step in range(2)]
+        losses[0].backward()
+        try:
+            losses[1].backward()
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_two_forward_passes_before_two_updates_are_refused_by_name(ranks: RankPool) -> None:
+    """Gradients at cores that are no longer those of the forward pass would be wrong."""
+    (message,) = ranks.run(two_forward_passes_first, start()[1], world_size=1)[0]
+    assert re.search(r"the cores of TT tables \['t_.*\] have changed since the forward", message)
+    assert "step_in_backward=False" in message
 
 
 def pipelined(rank: int, init: dict[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -14,7 +14,7 @@ from .configs import (
 )
 from .embedding_bag_collection import TTEmbeddingBagCollection
 from .embedding_collection import TTEmbeddingCollection
-from .features import check_features, check_ids, split_features
+from .features import check_features, check_ids, split_features, without_weights
 from .tables import TTEmbedding, TTEmbeddingBag, draw_seed, init_table_cores_
 from .tt_collection import TTCollection, table_configs, tables_name
 
@@ -36,4 +36,5 @@ __all__ = [
     "split_features",
     "table_configs",
     "tables_name",
+    "without_weights",
 ]

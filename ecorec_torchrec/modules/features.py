@@ -82,6 +82,25 @@ def split_features(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
     }
 
 
+def without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same ids and lengths, for collections that are not weighted.
+
+    FBGEMM's dense tables weigh their rows whenever there are weights, as for another collection of
+    the model; unsharded collections and TT tables do not.
+    """
+    if features.weights_or_none() is None:
+        return features
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values(),
+        lengths=features.lengths_or_none(),
+        offsets=features.offsets_or_none(),
+        stride=features.stride(),
+        length_per_key=features.length_per_key_or_none(),
+        offset_per_key=features.offset_per_key_or_none(),
+    )
+
+
 def check_ids(features: KeyedJaggedTensor, limits: Mapping[str, tuple[str, int]]) -> None:
     """Checks that the ids of a sound KeyedJaggedTensor have rows, where that costs no waiting.
 

@@ -42,6 +42,7 @@ from ecorec_torchrec.modules import (
     check_ids,
     draw_seed,
     init_table_cores_,
+    without_weights,
 )
 from ecorec_torchrec.tt import TTSpec
 
@@ -238,6 +239,8 @@ class ShardedTTCollection(ShardedEmbeddingModule):
                 f"TT tables {list(self._tt_specs)}: variable batch sizes per feature are not "
                 "supported; give all features one batch size"
             )
+        if self._tt_specs and not self._is_weighted:
+            features = without_weights(features)
         check_ids(features, self._id_limits)
         if self._input_keys is None:
             self._input_keys = list(features.keys())

@@ -393,6 +393,27 @@ def test_batches_without_ids_or_without_examples(ranks: RankPool) -> None:
     ranks.run(empty_batches)
 
 
+def unasked_weights(rank: int) -> None:
+    names = ("t_tw", "d_tw", "d_dp")
+    torch.manual_seed(0)
+    tables = toy.configs(names)
+    model = toy.shard(
+        toy.ToyModel(toy.collection(tables, device="meta"), tables), toy.generators(names, 2)
+    )
+    features = toy.make_batch(names, 0, rank).features
+    expected = model.module.ebc(features).values()
+    if rank == 0:  # of the others none has weights
+        weighted = toy.make_batch(names, 0, rank, is_weighted=True).features
+        assert torch.equal(weighted.values(), features.values())
+        features = weighted
+    assert torch.equal(model.module.ebc(features).values(), expected)
+
+
+def test_weights_that_another_collection_needs_do_not_count(ranks: RankPool) -> None:
+    """FBGEMM would weigh the rows of dense tables, beside TT tables that are not weighted."""
+    ranks.run(unasked_weights)
+
+
 def one_id(rank: int, optimizer: EmbOptimType, data_type_of_ids: torch.dtype) -> dict:
     model = sharded(
         toy.collection(toy.configs(("t_tw",)), device="meta"),

@@ -223,6 +223,31 @@ def test_a_rank_without_examples(ranks: RankPool) -> None:
     assert all(lengths.shape == (4,) for _, lengths, _ in other.values())
 
 
+def train_without_examples(rank: int, examples: tuple[int, ...]) -> dict[str, Tensor]:
+    names = ("t_tw", "t_q", "t_dp")
+    torch.manual_seed(0)
+    model = toy.shard(toy.sequence_model(names, "meta"), toy.generators(names, 2))
+    optimizer = toy.optimizer_of(model, lambda params: torch.optim.SGD(params, lr=0.1))
+    batch = toy.make_batch(names, 0, 0, batch_size=examples[rank])
+    if examples[rank] == 0:
+        for rows in model.module.ec(batch.features).values():
+            assert rows.values().shape == (0, 16) and rows.lengths().shape == (0,)
+    else:
+        model.module.ec(batch.features).wait()
+    toy.train_sharded(model, optimizer, [batch])
+    return toy.whole_state(model)
+
+
+def test_training_where_a_rank_has_no_examples(ranks: RankPool) -> None:
+    """Which rank it is does not matter, and all of them may have none."""
+    unmoved, left, right = (
+        ranks.run(train_without_examples, examples)[0] for examples in ((0, 0), (4, 0), (0, 4))
+    )
+    for name in unmoved:
+        torch.testing.assert_close(left[name], right[name], rtol=0, atol=1e-6)
+        assert not torch.equal(left[name], unmoved[name])
+
+
 def deduplicated(rank: int) -> None:
     torch.manual_seed(1)
     with pytest.warns(UserWarning, match="use_index_dedup=True is ignored"):

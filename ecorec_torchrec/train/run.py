@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,18 @@ def _check_same_run(folder: Path, now: TrainConfig) -> None:
         # The place inside an epoch is counted in batches; at its end any size will do.
         options.append("train.batch_size")
     for option in options:
-        old, new = (attrgetter(option)(config) for config in (before, now))
-        if old != new:
-            raise ValueError(f"resume=True: {option} was {old}, and is now {new}")
+        _check_same(option, *(attrgetter(option)(config) for config in (before, now)))
+
+
+def _check_same(option: str, old: Any, new: Any) -> None:
+    """Names the very field of a group of options that has changed."""
+    if is_dataclass(old):
+        for field in fields(old):
+            _check_same(
+                f"{option}.{field.name}", getattr(old, field.name), getattr(new, field.name)
+            )
+    elif old != new:
+        raise ValueError(f"resume=True: {option} was {old}, and is now {new}")
 
 
 def summarise(config: TrainConfig, dataset: Dataset, results: list[TrainResult]) -> dict[str, Any]:

@@ -127,10 +127,14 @@ def test_a_run_that_was_cut_short_goes_on_inside_its_epoch(tiny_config: TrainCon
     assert read_losses(short) == losses
 
 
-def test_resuming_with_other_data_is_an_error(tiny_config: TrainConfig) -> None:
+def test_resuming_with_other_data_or_tables_is_an_error(tiny_config: TrainConfig) -> None:
     run_alone(tiny_config)
     other = replace(tiny_config, resume=True, seed=1)
     with pytest.raises(ValueError, match="resume=True: seed was 0, and is now 1"):
+        run_alone(other)
+    rank = tiny_config.tt.rank
+    other = replace(tiny_config, resume=True, tt=replace(tiny_config.tt, rank=rank + 1))
+    with pytest.raises(ValueError, match=rf"tt\.rank was {rank}, and is now {rank + 1}$"):
         run_alone(other)
 
 

@@ -93,10 +93,12 @@ def _plan_of_data(options: PlanOptions) -> Planned:
 
 def _plan_of_list(options: PlanOptions) -> Planned:
     """The plan of a list of tables, beside those of other planners."""
+    from ecorec_torchrec.train.drawn_tables import draw_tables
     from ecorec_torchrec.train.placement import local_batch_size, make_topology, plan_tables
     from ecorec_torchrec.train.table_list import read_tables
 
-    tables = read_tables(options.data.path)
+    data = options.data
+    tables = draw_tables(data.tables) if data.path is None else read_tables(data.path)
     topology = make_topology(options, _device_type(options), options.nproc)
     plan, planner = plan_tables(options, tables, topology)
     assert planner.report is not None

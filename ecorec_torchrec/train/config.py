@@ -91,11 +91,37 @@ class SyntheticConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class DrawnTablesConfig:
+    """Tables to plan for, drawn so that they add up to known totals (`data.name: tables`)."""
+
+    count: int = 788
+    """Tables."""
+
+    samples: int = 131_072
+    """Samples that the totals are of."""
+
+    lookups: int = 1_405_163_864
+    """Lookups of all tables in these samples."""
+
+    unique_ids: int = 110_259_238
+    """Distinct ids of all tables in these samples."""
+
+    seed: int = 788
+    """Sizes, lookups and skews of the tables follow from it."""
+
+    def __post_init__(self) -> None:
+        for name in ("count", "samples", "lookups", "unique_ids"):
+            value = getattr(self, name)
+            _require(value >= 1, f"data.tables.{name}", value, "must be >= 1")
+        _require(self.seed >= 0, "data.tables.seed", self.seed, "must be >= 0")
+
+
+@dataclass(kw_only=True, slots=True)
 class DataConfig:
     """Which rows to train on, and how they are split."""
 
     name: Literal["movielens-100k", "criteo", "synthetic", "tables"] = "synthetic"
-    """The data set. tables: no data, a CSV file of tables for `ecorec plan`."""
+    """The data set. tables: no data, for `ecorec plan`: tables of a CSV file in `path`, or drawn."""
 
     path: Annotated[str | None, tyro.conf.arg(aliases=["--data"])] = None
     """Folder (or file) of your own copy. MovieLens-100K is found without it where the `recbole`
@@ -112,6 +138,7 @@ class DataConfig:
 
     criteo: CriteoConfig = field(default_factory=CriteoConfig)
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    tables: DrawnTablesConfig = field(default_factory=DrawnTablesConfig)
 
     def __post_init__(self) -> None:
         for table, rows in self.num_embeddings.items():

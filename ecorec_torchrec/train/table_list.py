@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import fnmatch
-import importlib.resources
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,26 +52,22 @@ class ListedTable:
         return -self.num_embeddings * math.expm1(lookups * math.log1p(-1 / self.num_embeddings))
 
 
-def read_tables(path: str | None) -> list[ListedTable]:
+def read_tables(path: str) -> list[ListedTable]:
     """The tables of a CSV file with the columns `table`, `num_embeddings`, `pooling_factor`.
 
     Columns `unique_<batch size>` may give distinct ids per batch; others are not read.
 
     Args:
-        path: the file, or the name of one that ships with the package.
+        path: the file.
 
     Raises:
         ValueError: no such file, a missing column, a repeated table, or a value that is no number
             of at least 1 row or more than 0 lookups; with file and line.
     """
-    if path is None:
-        raise ValueError("data.path: data.name=tables needs a CSV file of tables")
     file = Path(path)
-    shipped = importlib.resources.files("ecorec_torchrec.configs") / path
-    if not file.is_file() and not shipped.is_file():
+    if not file.is_file():
         raise ValueError(f"data.path={path!r}: no such file")
-    text = (file if file.is_file() else shipped).read_text(encoding="utf-8")
-    reader = csv.DictReader(text.splitlines())
+    reader = csv.DictReader(file.read_text(encoding="utf-8").splitlines())
     missing = [column for column in _COLUMNS if column not in (reader.fieldnames or ())]
     if missing:
         raise ValueError(f"{path}:1: no column {', '.join(missing)}")
@@ -136,7 +131,7 @@ def constraints_of(
     for pattern in config.tt.tables:
         found = fnmatch.filter(names, pattern)
         if not found:
-            raise ValueError(f"tt.tables: no table {pattern!r} in data.path={config.data.path!r}")
+            raise ValueError(f"tt.tables: no table {pattern!r} among the {len(names)} to plan")
         chosen.update(found)
     return {
         table.name: EcoRecConstraints(

@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from ecorec_torchrec.cli import main
+from ecorec_torchrec.train.config import DrawnTablesConfig
+from ecorec_torchrec.train.drawn_tables import draw_tables, expected_unique_ids
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def test_what_if(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--hbm", "0"], r"--hbm 0.0 must be > 0"),
         (["--hardware", "h1000"], r"no hardware of that name.*a100, h100, h200"),
         (["--world-size", "12"], r"world size 12 does not fill hosts of 8 ranks"),
-        (["--tt.tables", "x*"], r"tt.tables: no table 'x\*'"),
+        (["--tt.tables", "x*"], r"tt.tables: no table 'x\*' among the 30"),
         (["--data.path", "nope.csv"], r"data.path='nope.csv': no such file"),
     ],
 )
@@ -98,6 +100,35 @@ def test_bad_lines_are_named(config: str, line: str, message: str) -> None:
     Path("tables.csv").write_text(head + line + "\n")
     with pytest.raises(ValueError, match=f"tables.csv:{message}"):
         read_tables("tables.csv")
+
+
+def test_drawn_tables_add_up_to_their_totals() -> None:
+    totals = DrawnTablesConfig(
+        count=50, samples=8192, lookups=9_000_000, unique_ids=1_500_000, seed=3
+    )
+    tables = draw_tables(totals)
+    assert len({table.name for table in tables}) == 50
+    lookups = sum(8192 * table.pooling_factor for table in tables)
+    unique = sum(
+        expected_unique_ids(table.num_embeddings, a, 8192 * table.pooling_factor)
+        for table, a in zip(tables, _exponents(totals), strict=True)
+    )
+    assert lookups == pytest.approx(totals.lookups, rel=1e-3)
+    assert unique == pytest.approx(totals.unique_ids, rel=1e-2)
+    assert draw_tables(totals) == tables
+
+
+def _exponents(totals: DrawnTablesConfig) -> np.ndarray:
+    draw = np.random.default_rng(totals.seed)
+    draw.lognormal(size=totals.count)
+    return draw.uniform(0.75, 1.25, totals.count)
+
+
+def test_expected_unique_ids_is_that_of_drawn_ids() -> None:
+    weights = np.arange(1, 5001.0) ** -0.9
+    ids = np.random.default_rng(0).choice(5000, size=(20, 3000), p=weights / weights.sum())
+    counted = np.mean([len(set(draw)) for draw in ids.tolist()])
+    assert expected_unique_ids(5000, 0.9, 3000) == pytest.approx(counted, rel=0.02)
 
 
 def test_lists_are_not_trained(config: str, capsys: pytest.CaptureFixture[str]) -> None:

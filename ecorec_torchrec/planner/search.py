@@ -4,8 +4,8 @@ The step takes as long as its slowest rank. Were tables divisible at will, the b
 with pieces of at most t could do is the larger of t and (their total time) / (ranks); the t where
 the two meet is where the search starts. Options of some limits around it are placed (`Placement`),
 the best are improved by moves and exchanges of shards, then by cutting tables of the busiest rank
-in another way. Where memory is short, every byte gets a price in time, which is raised until a
-placement is found.
+in another way; at last tables are cut one by one to fit into gaps below an ever lower limit. Where
+memory is short, every byte gets a price in time, which is raised until a placement is found.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.planner.types import PartitionByType, ShardingOption, Topology
 
 from .compression import Form
 from .enumerator import EcoRecEnumerator
@@ -100,13 +100,57 @@ class PlacementSearch:
             assert fitting is not None
             found = [fitting]
         improved = [self._improved(placed, menus) for placed in found[:_IMPROVED_PROPOSALS]]
-        return min(improved, key=lambda placed: placed.placement.step_ms)
+        best = min(improved, key=lambda placed: placed.placement.step_ms)
+        return self._fitted_to_gaps(best, menus)
 
     def _improved(self, placed: PlacedTables, menus: Sequence[Sequence[Candidate]]) -> PlacedTables:
         placed = self._densest(placed)
         improve(placed.placement)
         self._cut_otherwise(placed, menus)
         return placed
+
+    def _fitted_to_gaps(
+        self, placed: PlacedTables, menus: Sequence[Sequence[Candidate]]
+    ) -> PlacedTables:
+        """The least limit found below which tables fit one by one; `placed` if that is no less.
+
+        Where there are about as many pieces as ranks, tables that come late must be cut to fit into
+        what the early ones left.
+        """
+        by_cost = [sorted(menu, key=_total_ms) for menu in menus]
+
+        def urgency(table: int) -> tuple[bool, float, int]:
+            cheapest = by_cost[table][0]
+            everywhere = cheapest.option.partition_by == PartitionByType.UNIFORM.value
+            return not everywhere, -_total_ms(cheapest), table
+
+        order = sorted(range(len(menus)), key=urgency)
+        low = float(placed.placement.ms_W.mean())
+        for _ in range(_BISECTIONS):
+            middle = (low + placed.placement.step_ms) / 2
+            fitted = self._one_by_one(by_cost, order, middle)
+            if fitted is None:
+                low = middle
+            else:
+                placed = fitted
+        return placed
+
+    def _one_by_one(
+        self, by_cost: Sequence[Sequence[Candidate]], order: Sequence[int], limit_ms: float
+    ) -> PlacedTables | None:
+        """Per table the cheapest option for which there is room below a limit."""
+        placement = Placement(self._cluster)
+        chosen = {}
+        for table in order:
+            for candidate in by_cost[table]:
+                if placement.add(self._pieces_of(candidate, table), limit_ms=limit_ms):
+                    chosen[table] = candidate
+                    break
+                for piece in list(placement.of_table.get(table, ())):
+                    placement.take(piece)
+            else:
+                return None
+        return PlacedTables([chosen[table] for table in range(len(by_cost))], placement)
 
     def placed(
         self,
@@ -179,6 +223,11 @@ class PlacementSearch:
         for piece, start in old:
             placement.put(piece, start)
         return False
+
+
+def _total_ms(candidate: Candidate) -> float:
+    pairs = zip(candidate.perfs, candidate.counts, strict=True)
+    return sum(perf.total * count for perf, count in pairs)
 
 
 def _tables_on_busiest_rank(placement: Placement) -> list[int]:

@@ -205,10 +205,10 @@ class TTConfig:
     table does not fit under the memory caps of `plan`."""
 
     rank: int = 16
-    """Rank of every TT table without a shape of its own."""
+    """Rank of every TT table without a shape of its own in `tt.shapes`, which only a file can give."""
 
     num_cores: int = 3
-    """Cores of every TT table without a shape of its own."""
+    """Cores of every TT table without a shape of its own in `tt.shapes`."""
 
     shapes: dict[str, TTShapeConfig] = field(default_factory=dict)
     """Shapes of single tables, in place of `rank` and `num_cores`."""

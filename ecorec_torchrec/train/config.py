@@ -121,7 +121,7 @@ class DataConfig:
     """Which rows to train on, and how they are split."""
 
     name: Literal["movielens-100k", "criteo", "synthetic", "tables"] = "synthetic"
-    """The data set. tables: no data, for `ecorec plan`: tables of a CSV file in `path`, or drawn."""
+    """The data set. tables: none, for `ecorec plan`: tables of a CSV file in `path`, or drawn."""
 
     path: Annotated[str | None, tyro.conf.arg(aliases=["--data"])] = None
     """Folder (or file) of your own copy. MovieLens-100K is found without it where the `recbole`

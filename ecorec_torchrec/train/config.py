@@ -205,7 +205,7 @@ class TTConfig:
     table does not fit under the memory caps of `plan`."""
 
     rank: int = 16
-    """Rank of every TT table without a shape of its own in `tt.shapes`, which only a file can give."""
+    """Rank of every TT table without a shape of its own in `tt.shapes` (only in a file)."""
 
     num_cores: int = 3
     """Cores of every TT table without a shape of its own in `tt.shapes`."""

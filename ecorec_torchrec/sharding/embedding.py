@@ -30,7 +30,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from ecorec_torchrec.dist import sharding_type_of
 from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
 
-from .infos import settle_infos
+from .infos import check_dense_optimizers, settle_infos
 from .shardings import TTDpSequenceEmbeddingSharding, TTTwSequenceEmbeddingSharding
 from .tables import TablesView, resolve_tt_tables
 from .tt_collection import ShardedTTCollection
@@ -107,6 +107,7 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
         device: torch.device | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding:
+        check_dense_optimizers(sharding_infos, device)
         sharding_type = sharding_type_of(sharding_type)
         kernels = [info.param_sharding.compute_kernel for info in sharding_infos]
         if TT_COMPUTE_KERNEL not in kernels:

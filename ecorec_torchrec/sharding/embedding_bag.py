@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
 
-from .infos import settle_infos
+from .infos import check_dense_optimizers, settle_infos
 from .shardings import TTDpPooledEmbeddingSharding, TTTwPooledEmbeddingSharding
 from .tables import TablesView, resolve_tt_tables
 from .tt_collection import ShardedTTCollection
@@ -75,6 +75,7 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
         permute_embeddings: bool = False,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding:
+        check_dense_optimizers(sharding_infos, device)
         entries = [info.param_sharding for info in sharding_infos]
         if TT_COMPUTE_KERNEL not in [entry.compute_kernel for entry in entries]:
             return super().create_embedding_bag_sharding(

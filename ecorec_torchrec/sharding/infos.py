@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType
 
 from ecorec_torchrec.dist import DIST_GROUPS, DistGroups, split_dist_groups
@@ -15,6 +17,13 @@ from ecorec_torchrec.lookup import TT_ONLY_SETTINGS, TTSettings
 from ecorec_torchrec.tt import TTSpec
 
 from .output_types import check_output_types
+
+_CPU_OPTIMIZERS = (
+    EmbOptimType.EXACT_SGD,
+    EmbOptimType.EXACT_ADAGRAD,
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
+)
 
 
 def settle_infos(
@@ -49,6 +58,26 @@ def settle_infos(
                 }
     check_output_types(infos_by_type, specs.keys())
     return split_dist_groups(infos_by_type, dist_groups)
+
+
+def check_dense_optimizers(
+    infos: Iterable[EmbeddingShardingInfo], device: torch.device | None
+) -> None:
+    """Raises ValueError for optimizers that FBGEMM's fused kernels do not have on the CPU.
+
+    They stop at a bare assertion, where TT tables, which share the sharder's `fused_params`, go on.
+    """
+    if device is None or device.type != "cpu":
+        return
+    for info in infos:
+        optimizer = info.fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+        is_fused = info.param_sharding.compute_kernel == EmbeddingComputeKernel.FUSED.value
+        if is_fused and optimizer not in _CPU_OPTIMIZERS:
+            raise ValueError(
+                f"dense table {info.embedding_config.name!r}: FBGEMM has no optimizer {optimizer} "
+                f"on the CPU, only {', '.join(kind.name for kind in _CPU_OPTIMIZERS)}: name one of "
+                "them in fused_params, and give TT tables their own by apply_optimizer_in_backward"
+            )
 
 
 def _frozen_or_none(table: str, weight: nn.Parameter) -> EmbOptimType | None:

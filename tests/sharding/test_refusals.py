@@ -430,6 +430,25 @@ def one_id(rank: int, optimizer: EmbOptimType, data_type_of_ids: torch.dtype) ->
     return {"before": before, "after": toy.whole_state(model)}
 
 
+def dense_with_adam(rank: int, sequence: bool) -> None:
+    names = ("t_tw", "d_tw")
+    model = toy.sequence_model(names, "meta")
+    if not sequence:
+        tables = toy.configs(names)
+        model = toy.ToyModel(toy.collection(tables, device="meta"), tables)
+    plan = toy.generators(names, 2)
+    with pytest.raises(
+        ValueError, match="dense table 'd_tw': FBGEMM has no optimizer .* on the CPU"
+    ):
+        toy.shard(model, plan, {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.01})
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_optimizer_that_dense_tables_lack_on_the_cpu(ranks: RankPool, sequence: bool) -> None:
+    """FBGEMM stops at a bare assertion, while TT tables beside know Adam."""
+    ranks.run(dense_with_adam, sequence)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "make_optimizer"),
     [

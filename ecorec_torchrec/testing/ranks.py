@@ -15,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-COLLECTIVE_TIMEOUT_S = 60
+COLLECTIVE_TIMEOUT_S = 180
 
 
 class RankPool:

@@ -163,6 +163,7 @@ def test_five_steps_on_a_machine_without_gpu_and_triton(tmp_path: Path) -> None:
     assert sum(",train," in row for row in rows) == 5
 
 
+@pytest.mark.long
 def test_processes_of_ours_and_of_torchrun_train_alike(tmp_path: Path) -> None:
     module = ["-m", "ecorec_torchrec.cli", "train", *TINY]
     runs = {}
@@ -187,7 +188,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["ours", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_an_error_on_one_rank_ends_all_with_the_first_error(tmp_path: Path, launcher: str) -> None:
     """The other ranks wait in a collective for up to half an hour otherwise, or say first that
     their connection was closed."""
@@ -210,8 +211,9 @@ def test_an_error_on_one_rank_ends_all_with_the_first_error(tmp_path: Path, laun
     assert time.monotonic() - started_s < 120
     error = "train.txt:64: not a Criteo row"
     if launcher == "ours":
-        last = done.stderr.rstrip().splitlines()[-1]
-        assert last.startswith(f"ecorec: the run failed: rank 1: {error}")
+        # Python's own resource tracker may speak last.
+        said = [line for line in done.stderr.splitlines() if line.startswith("ecorec: ")]
+        assert said[-1].startswith(f"ecorec: the run failed: rank 1: {error}")
     else:
         assert f"ecorec: rank 1: {error}" in done.stderr
         assert f"ValueError: {error}" in done.stderr.partition("Root Cause")[2]

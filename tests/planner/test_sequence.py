@@ -58,7 +58,7 @@ def tt_tables(plan: object) -> set[str]:
 
 @pytest.mark.parametrize(
     ("cap_mib", "compressed"),
-    [(2048, set()), (40, {"ebc.users"}), (8, {"ebc.users", "ec.movies"})],
+    [(2048, set()), (40, set()), (32, {"ebc.users"}), (8, {"ebc.users", "ec.movies"})],
 )
 def test_tables_of_both_collections_turn_tt_as_memory_shrinks(
     topology, sharders, cap_mib, compressed

@@ -152,7 +152,8 @@ def load_checkpoint(
         progress = read_progress(path)
         dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    if "optimizer" in state:
+        optimizer.load_state_dict(state["optimizer"])
     _set_fbgemm_steps(model.fused_optimizer, progress.steps)
     if len(progress.rank_states) == dist.get_world_size():
         _set_rng_state(progress.rank_states[dist.get_rank()])
@@ -197,7 +198,12 @@ def _unreadable(path: Path, cause: BaseException) -> ValueError:
 
 
 def _state_dict(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if not state["optimizer"]["state"]:
+        # Plain SGD of this rank's tables keeps none, and DCP would ask for the name of what is
+        # empty here, under which the other ranks have saved their tables' state.
+        del state["optimizer"]
+    return state
 
 
 def _write_progress(folder: Path, progress: Progress) -> None:

@@ -160,7 +160,8 @@ CELLS = [
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "world_size", "schedule"), [("adam", 1, SHORT), ("adagrad", 2, SHORT), *CELLS]
+    ("optimizer", "world_size", "schedule"),
+    [("adam", 1, SHORT), ("adagrad", 2, SHORT), ("sgd", 2, SHORT), *CELLS],
 )
 def test_a_killed_run_that_goes_on_equals_the_straight_one(
     tiny_config: TrainConfig,

@@ -5,7 +5,6 @@ import io
 
 import pytest
 import torch
-from ecorec_torchrec.kernels.tt_index import TableBatch
 from torch import nn
 
 from ecorec_torchrec.lookup import (
@@ -16,17 +15,8 @@ from ecorec_torchrec.lookup import (
     OptimizerSpec,
     TableCores,
 )
+from ecorec_torchrec.testing.toy_cores import BATCH
 from ecorec_torchrec.tt import TTSpec
-
-BATCH = TableBatch(
-    table_names=("user", "item"),
-    num_embeddings=(90, 50),
-    row_factors=((4, 5, 5), (3, 4, 5)),
-    col_factors=(2, 2, 2),
-    ranks=(3, 4),
-    feature_names=("u", "i"),
-    feature_tables=(0, 1),
-)
 
 
 @pytest.fixture

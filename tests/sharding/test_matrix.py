@@ -189,8 +189,10 @@ def relative_error(cell: Cell, ranks: RankPool, trained_as: Cell | None = None) 
 
 
 def tolerance(cell: Cell) -> float:
-    """In bf16, roundings are of the size of the first steps."""
-    return 1e-4 if cell.data_type is DataType.FP32 else 0.1
+    """In bf16, roundings are of the size of the first steps; without a master they add up."""
+    if cell.data_type is DataType.FP32:
+        return 1e-4
+    return 0.05 if cell.has_master else 0.1
 
 
 @pytest.mark.parametrize("cell", SAMPLE, ids=str)

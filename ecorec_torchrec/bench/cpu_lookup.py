@@ -8,7 +8,6 @@ E2 = 2 q1 q2 r2 q3 per unique row; recomputed prefixes are not counted.
 
 from __future__ import annotations
 
-import csv
 import importlib.metadata
 import time
 import tracemalloc
@@ -21,7 +20,14 @@ import torch
 from torch import Tensor
 
 from ecorec_torchrec.bench.counters import Workload
-from ecorec_torchrec.bench.measure import git_sha, sgemm_peak_gflops, torch_threads, zipf_ids
+from ecorec_torchrec.bench.measure import (
+    append_rows,
+    check_columns,
+    git_sha,
+    sgemm_peak_gflops,
+    torch_threads,
+    zipf_ids,
+)
 from ecorec_torchrec.kernels import tt_embedding_bag
 from ecorec_torchrec.train.report import print_table
 from ecorec_torchrec.tt import TTSpec, init_cores_
@@ -122,7 +128,7 @@ def run_cpu_lookup(
     """
     path = Path(options.csv) if options.csv else None
     if path is not None:
-        _check_columns(path)
+        check_columns(path, COLUMNS)
     for case in options.cases() if cases is None else cases:
         for id_order in options.id_orders:
             step = _Step(case, id_order)
@@ -131,7 +137,7 @@ def run_cpu_lookup(
                 with torch_threads(num_threads):
                     row = _measure(step, truth, num_threads, options.repeats)
                 if path is not None:
-                    _append(path, row)
+                    append_rows(path, COLUMNS, [row])
                 yield row
 
 
@@ -225,19 +231,3 @@ def _measure(step: _Step, truth: list[Tensor], num_threads: int, repeats: int) -
         torch.__version__, importlib.metadata.version("numba"), git_sha(),
     )  # fmt: skip
     return dict(zip(COLUMNS, values, strict=True))
-
-
-def _check_columns(path: Path) -> None:
-    if path.exists() and path.stat().st_size:
-        with open(path, encoding="utf-8", newline="") as file:
-            if next(csv.reader(file)) != list(COLUMNS):
-                raise ValueError(f"{path} has other columns than this benchmark writes")
-
-
-def _append(path: Path, row: dict[str, object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if not file.tell():
-            writer.writeheader()
-        writer.writerow(row)

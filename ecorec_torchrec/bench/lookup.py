@@ -6,11 +6,10 @@ same float64 result before they are timed.
 
 from __future__ import annotations
 
-import csv
 import importlib.metadata
 import os
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from ecorec_torchrec.bench.lookup_cases import (
 )
 from ecorec_torchrec.bench.measure import (
     PeakMemory,
+    append_rows,
     available_bytes,
     clock,
     git_sha,
@@ -230,27 +230,8 @@ def run_lookup(options: LookupOptions) -> Iterator[CellResults]:
         for threads in options.thread_counts():
             with torch_threads(threads):
                 results = _measure_cell(cell.to(device), truth, chosen, threads, options)
-            append_rows(Path(options.csv), results.rows())
+            append_rows(Path(options.csv), COLUMNS, results.rows())
             yield results
-
-
-def append_rows(path: Path, rows: Iterable[dict[str, object]]) -> None:
-    """Appends to a CSV file; a new file gets the header.
-
-    Raises:
-        ValueError: the file has other columns.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists() or not path.stat().st_size
-    if not is_new:
-        with open(path, encoding="utf-8", newline="") as file:
-            if next(csv.reader(file)) != list(COLUMNS):
-                raise ValueError(f"{path} has other columns than this benchmark writes")
-    with open(path, "a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 @dataclass(frozen=True)

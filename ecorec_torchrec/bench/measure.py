@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import ctypes
 import gc
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -158,3 +159,26 @@ def _status_bytes(field: str) -> int:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise AssertionError(field)
+
+
+def append_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+    """Appends to a CSV file; a new file gets the header.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    check_columns(path, columns)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if not file.tell():
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def check_columns(path: Path, columns: Sequence[str]) -> None:
+    """Raises ValueError if there is a CSV file with other columns than `columns`."""
+    if path.exists() and path.stat().st_size:
+        with open(path, encoding="utf-8", newline="") as file:
+            if next(csv.reader(file)) != list(columns):
+                raise ValueError(f"{path} has other columns than this benchmark writes")

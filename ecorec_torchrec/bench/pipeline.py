@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import sys
@@ -13,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ecorec_torchrec.bench.links import LOOPBACK, link, start
-from ecorec_torchrec.bench.measure import git_sha
+from ecorec_torchrec.bench.measure import append_rows, git_sha
 
 VARIANTS = ("torchrec_dense", "tt_ungrouped", "ecorec")
 COLUMNS = (
@@ -92,7 +91,7 @@ def run_pipeline(options: PipelineBenchOptions) -> Iterator[list[dict[str, objec
     for rate in options.links:
         found = _measure(options, rate)
         rows = _rows(options, rate, found)
-        _append(Path(options.csv), rows)
+        append_rows(Path(options.csv), COLUMNS, rows)
         yield rows
 
 
@@ -145,13 +144,3 @@ def _rows(
         }
         for variant, figures in found.items()
     ]
-
-
-def _append(path: Path, rows: list[dict[str, object]]) -> None:
-    is_new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)

@@ -6,17 +6,26 @@ from .enumerator import EcoRecEnumerator
 from .estimators import EcoRecPerfEstimator, EcoRecStorageEstimator
 from .partitioner import EcoRecPartitioner
 from .planner import EcoRecPlanner
+from .profile import DistinctCurve, HotRows, Profile, ReuseCurve, TableProfile
+from .profile_file import load_profile, save_profile
 from .report import PlanReport, RankReport, TableReport
 
 __all__ = [
     "Baseline",
+    "DistinctCurve",
     "EcoRecConstraints",
     "EcoRecEnumerator",
     "EcoRecPartitioner",
     "EcoRecPerfEstimator",
     "EcoRecPlanner",
     "EcoRecStorageEstimator",
+    "HotRows",
     "PlanReport",
+    "Profile",
     "RankReport",
+    "ReuseCurve",
+    "TableProfile",
     "TableReport",
+    "load_profile",
+    "save_profile",
 ]

@@ -35,6 +35,7 @@ from ecorec_torchrec.tt import TTSpec
 from .constraints import EcoRecConstraints
 from .estimators import EcoRecPerfEstimator, EcoRecStorageEstimator
 from .options import Candidate, TTShardingOption, tt_of
+from .profile import Profile
 
 HOST_KERNELS = (
     EmbeddingComputeKernel.FUSED_UVM.value,
@@ -53,6 +54,7 @@ class PlannedTable:
 
     Args:
         path, name: where it is in the model.
+        num_embeddings: N.
         dtype: storage type of its weight or cores.
         sharder: the sharder of its module.
         specs: the TT shapes that it may have, the largest first.
@@ -61,6 +63,7 @@ class PlannedTable:
 
     path: str
     name: str
+    num_embeddings: int
     dtype: torch.dtype
     sharder: ModuleSharder[nn.Module]
     specs: tuple[TTSpec, ...]
@@ -97,6 +100,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
         topology, batch_size, constraints, estimator, use_exact_enumerate_order: as TorchRec's.
         max_rank: TT ranks above it are lowered to it, those of the model's own shapes too; what
             the planner tries when it looks for a cure.
+        profile: of the data, for the time estimates.
     """
 
     _estimators: list[ShardEstimator]
@@ -110,6 +114,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
         use_exact_enumerate_order: bool | None = False,
         *,
         max_rank: int | None = None,
+        profile: Profile | None = None,
     ) -> None:
         super().__init__(
             topology,
@@ -117,12 +122,13 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             constraints,
             estimator
             or [
-                EcoRecPerfEstimator(topology=topology, constraints=constraints),
+                EcoRecPerfEstimator(topology=topology, constraints=constraints, profile=profile),
                 EcoRecStorageEstimator(topology=topology, constraints=constraints),
             ],
             use_exact_enumerate_order,
         )
         self._max_rank = max_rank
+        self._profiles = {} if profile is None else profile.tables
         self._as_templates = False
         self._candidates: list[Candidate] = []
         self._candidates_of: tuple[nn.Module, list[ModuleSharder[nn.Module]]] | None = None
@@ -271,7 +277,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             for name, weight in sharder.shardable_parameters(child).items():
                 dtype = dtypes.get(name, weight.dtype)
                 specs, dense = self._forms(name, weight, dtype, own.get(name), name in cores)
-                yield PlannedTable(path, name, dtype, sharder, specs, dense)
+                yield PlannedTable(path, name, weight.shape[0], dtype, sharder, specs, dense)
 
         yield from visit("", module)
 
@@ -322,6 +328,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
 
     def _check(self, table: PlannedTable) -> None:
         """Refuses a table that would have no option, before TorchRec does so without a reason."""
+        self._check_profile(table)
         constraint, device = self._constraint(table.name), self._compute_device
         offered = table.sharder.sharding_types(device)
         kernels = [
@@ -351,8 +358,16 @@ class EcoRecEnumerator(EmbeddingEnumerator):
         elif not can_be_dense and not any(kernel == TT_COMPUTE_KERNEL for _, kernel in kernels):
             raise _impossible(table.name, f"{limits}, and it is a TT table; {WHY_TT_IS_NOT_CUT}")
 
+    def _check_profile(self, table: PlannedTable) -> None:
+        profile = self._profiles.get(table.name)
+        if profile is not None and profile.num_embeddings != table.num_embeddings:
+            raise ValueError(
+                f"table {table.name!r}: the profile is of {profile.num_embeddings} rows, the model "
+                f"has {table.num_embeddings}"
+            )
+
     def _warn_of_unknown_tables(self, names: set[str]) -> None:
-        unknown = sorted(set(self._constraints or {}) - names)
+        unknown = sorted(set(self._constraints or {}) - names - set(self._profiles))
         if unknown:
             warnings.warn(
                 f"constraints for {', '.join(unknown)} are ignored: no such table to shard",

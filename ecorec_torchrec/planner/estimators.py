@@ -32,6 +32,7 @@ from torchrec.distributed.types import ShardingType
 from ecorec_torchrec.lookup import OptimizerSpec
 
 from .options import TTShardingOption
+from .profile import Profile
 from .tt_work import TTWork
 
 # Operations that a device does while its main memory moves one byte: single precision peak over
@@ -53,7 +54,14 @@ class EcoRecPerfEstimator(EmbeddingPerfEstimator):
     Collectives of a TT table are TorchRec's: those of a dense table with the same outputs, or, data
     parallel, with as many bytes to reduce as the cores have. Compute is the larger of memory time
     and arithmetic time of `TTWork` over the topology's bandwidth and `FLOPS_PER_BYTE`.
+
+    Args:
+        profile: of the data; ids of tables that it lacks count as drawn uniformly.
     """
+
+    def __init__(self, *args: Any, profile: Profile | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._profiles = {} if profile is None else profile.tables
 
     def estimate(
         self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
@@ -71,7 +79,8 @@ class EcoRecPerfEstimator(EmbeddingPerfEstimator):
                 shard.perf = copy.copy(perfs[tuple(shard.size)])
 
     def _tt_perf(self, option: TTShardingOption, stand_in: Perf) -> Perf:
-        work = TTWork.of(option.tt, lookups_per_rank(option, self._constraints, self._topology))
+        lookups = lookups_per_rank(option, self._constraints, self._topology)
+        work = TTWork.of(option.tt, lookups, self._profiles.get(option.name))
         return Perf(
             fwd_compute=_time_ms(work.forward_flops, work.forward_bytes, self._topology),
             fwd_comms=stand_in.fwd_comms,

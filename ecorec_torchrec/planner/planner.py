@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -44,6 +45,7 @@ from .enumerator import EcoRecEnumerator
 from .estimators import optimizer_class
 from .options import Candidate, tt_of
 from .partitioner import EcoRecPartitioner, PartitionerCheck
+from .profile import Profile
 from .report import PlanReport
 from .search import PlacedTables, PlacementSearch
 from .shortage import PlanningInputs, shortage_error
@@ -77,10 +79,13 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         proposer, partitioner, performance_model, plan_loader: as TorchRec's. Any of them puts
             TorchRec's search in the place of ours under aim 3.
         stats: as TorchRec's.
+        profile: of the data, from `load_profile`: how often ids repeat in a batch, and lookups per
+            sample where the constraints leave `pooling_factors` at TorchRec's default. Ids of
+            tables that it lacks count as drawn uniformly.
 
     Raises:
-        TypeError: `enumerator` is of another class; `constraints` is no mapping from table names
-            to `ParameterConstraints`.
+        TypeError: `enumerator` or `profile` is of another class; `constraints` is no mapping from
+            table names to `ParameterConstraints`.
         ValueError: `batch_size` is below 1.
 
     Example::
@@ -113,6 +118,8 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         callbacks: list[Callable[[list[ShardingOption]], list[ShardingOption]]] | None = None,
         timeout_seconds: int | None = None,
         plan_loader: PlanLoader | None = None,
+        *,
+        profile: Profile | None = None,
     ) -> None:
         if enumerator is not None and not isinstance(enumerator, EcoRecEnumerator):
             raise TypeError(
@@ -122,6 +129,8 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")
         _check_constraints(constraints)
+        if profile is not None:
+            constraints = _with_lookups(constraints or {}, profile)
         super().__init__(
             topology=topology,
             batch_size=batch_size,
@@ -145,7 +154,10 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
             plan_loader=plan_loader,
         )
         if enumerator is None:
-            self._enumerator = EcoRecEnumerator(self._topology, self._batch_size, constraints)
+            self._enumerator = EcoRecEnumerator(
+                self._topology, self._batch_size, constraints, profile=profile
+            )
+        self._profile = profile
         self._search_is_torchrecs = any((proposer, partitioner, performance_model, plan_loader))
         self._planned: tuple[list[Candidate], Topology] | None = None
         self.report: PlanReport | None = None
@@ -278,6 +290,7 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
             self._storage_reservation,
             self._partitioner if self._search_is_torchrecs else None,
             known_forms=forms,
+            profile=self._profile,
         )
 
     def _warn_without_optimizer(self) -> None:
@@ -310,6 +323,21 @@ def _check_constraints(constraints: object) -> None:
                 f"the constraint of table {name!r} must be EcoRecConstraints or TorchRec's "
                 f"ParameterConstraints, got {constraint!r}"
             )
+
+
+def _with_lookups(
+    constraints: Mapping[str, ParameterConstraints], profile: Profile
+) -> dict[str, ParameterConstraints]:
+    """The constraints, with the profile's lookups per sample where they say the default."""
+    if not isinstance(profile, Profile):
+        raise TypeError(f"profile must be a Profile, got {type(profile).__name__}: load_profile()")
+    completed = dict(constraints)
+    for name, table in profile.tables.items():
+        constraint = copy.copy(constraints.get(name) or EcoRecConstraints())
+        if constraint.pooling_factors == EcoRecConstraints().pooling_factors:
+            constraint.pooling_factors = list(table.lookups_per_sample)
+        completed[name] = constraint
+    return completed
 
 
 class _OneProposal(Proposer):

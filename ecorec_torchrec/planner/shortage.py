@@ -25,6 +25,7 @@ from .constraints import EcoRecConstraints
 from .enumerator import HOST_KERNELS, EcoRecEnumerator, PlannedTable
 from .options import Candidate, main_memory_bytes
 from .partitioner import PartitionerCheck
+from .profile import Profile
 from .search import PlacementSearch
 
 _SUGGESTED_RANKS = (64, 32, 16, 8, 4)
@@ -41,6 +42,7 @@ class PlanningInputs:
         partitioner: the user's own; None for `PlacementSearch`.
         max_rank: TT ranks above it are lowered to it.
         known_forms: of the tables, which caps and reservations leave as they are.
+        profile: as the planner's.
     """
 
     module: nn.Module
@@ -52,10 +54,15 @@ class PlanningInputs:
     partitioner: Partitioner | None
     max_rank: int | None = None
     known_forms: Mapping[str, list[Form]] | None = None
+    profile: Profile | None = None
 
     def enumerator(self) -> EcoRecEnumerator:
         return EcoRecEnumerator(
-            self.topology, self.batch_size, dict(self.constraints), max_rank=self.max_rank
+            self.topology,
+            self.batch_size,
+            dict(self.constraints),
+            max_rank=self.max_rank,
+            profile=self.profile,
         )
 
     def tables(self) -> list[PlannedTable]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from ecorec_torchrec.tt import TTSpec
 
+from .profile import TableProfile
+
 # What the kernels compute and accumulate in, whatever the cores are stored in.
 _COMPUTE_BYTES = 4
 # Nine int32 arrays of the index plan, and a 64-bit key with its index while they are sorted.
@@ -40,8 +42,11 @@ class TTWork:
     index_plan_bytes: int
 
     @classmethod
-    def of(cls, spec: TTSpec, lookups: float) -> TTWork:
-        """The work of L = `lookups` ids drawn uniformly: the least reuse that a batch can have.
+    def of(cls, spec: TTSpec, lookups: float, profile: TableProfile | None = None) -> TTWork:
+        """The work of L = `lookups` ids.
+
+        With a profile they repeat as in its data; without one they are drawn uniformly, the least
+        reuse that a batch can have.
 
         With P_k distinct prefixes of k + 1 digits, the product with core k does
         2 * (q_1..q_k) * r_{k-1} * q_k * r_k operations per prefix; backward recomputes all but the
@@ -53,7 +58,7 @@ class TTWork:
         flops = [0.0] * spec.num_cores
         forward_elements = backward_elements = 2.0 * lookups * spec.embedding_dim
         for k in range(1, spec.num_cores):
-            distinct = _expected_distinct(_num_prefixes(spec, k), lookups)
+            distinct = _distinct_prefixes(spec, k, lookups, profile)
             left, right = results[k - 1], results[k]
             flops[k] = distinct * 2.0 * left * spec.col_factors[k] * (*spec.ranks, 1)[k]
             if k == last:
@@ -91,6 +96,14 @@ def _result_sizes(spec: TTSpec) -> list[int]:
 
 def _num_prefixes(spec: TTSpec, k: int) -> int:
     return min(spec.num_embeddings, math.prod(spec.row_factors[: k + 1]))
+
+
+def _distinct_prefixes(spec: TTSpec, k: int, lookups: float, profile: TableProfile | None) -> float:
+    """Of k + 1 digits, among so many ids."""
+    if profile is None:
+        return _expected_distinct(_num_prefixes(spec, k), lookups)
+    samples = lookups / profile.all_lookups_per_sample
+    return profile.unique_prefixes(samples, spec, num_digits=k + 1)
 
 
 def _expected_distinct(population: int, draws: float) -> float:

@@ -7,6 +7,7 @@ import importlib
 _BENCHMARKS = {
     "cpu-lookup": ("ecorec_torchrec.cli.bench_cpu_lookup", "the CPU kernels beside sgemm's peak"),
     "compile": ("ecorec_torchrec.cli.bench_compile", "the Triton kernels, compiled for four GPUs"),
+    "machine": ("ecorec_torchrec.cli.bench_machine", "what operations cost here, for the planner"),
     "lookup": ("ecorec_torchrec.cli.bench_lookup", "speed and memory beside the papers' patterns"),
     "pipeline": ("ecorec_torchrec.cli.bench_pipeline", "what overlap is worth, over slow links"),
     "quality": ("ecorec_torchrec.cli.bench_quality", "test AUC over seeds, with controls"),

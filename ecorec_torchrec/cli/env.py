@@ -6,6 +6,8 @@ import importlib.metadata
 import os
 import platform
 
+from ecorec_torchrec.train.machine import cpu_name
+
 _PACKAGES = (
     "ecorec-torchrec",
     "torch",
@@ -40,7 +42,7 @@ def environment() -> dict[str, str]:
         **{package: _version(package) for package in _PACKAGES},
         "torchrec import": _import_state("torchrec"),
         "fbgemm import": _import_state("fbgemm_gpu"),
-        "cpu": f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
+        "cpu": f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
         "torch threads": str(torch.get_num_threads()),
         "cuda": str(torch.version.cuda or "none"),
@@ -66,14 +68,3 @@ def _import_state(module: str) -> str:
     except Exception as error:  # any failure is what the report is for
         return f"fails: {error!r}"
     return "works"
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -1,6 +1,7 @@
 """Per table dense or TT, which rank, which sharding: extends `EmbeddingShardingPlanner`."""
 
 from .baselines import Baseline
+from .calibration import Calibration
 from .constraints import EcoRecConstraints
 from .enumerator import EcoRecEnumerator
 from .estimators import EcoRecPerfEstimator, EcoRecStorageEstimator
@@ -12,6 +13,7 @@ from .report import PlanReport, RankReport, TableReport
 
 __all__ = [
     "Baseline",
+    "Calibration",
     "DistinctCurve",
     "EcoRecConstraints",
     "EcoRecEnumerator",

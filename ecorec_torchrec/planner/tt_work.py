@@ -113,3 +113,17 @@ def _expected_distinct(population: int, draws: float) -> float:
     if population == 1:
         return 1.0
     return -population * math.expm1(draws * math.log1p(-1.0 / population))
+
+
+def lookup_flops(spec: TTSpec, unique_rows: float, prefixes: float) -> tuple[float, float]:
+    """Operations of forward and backward of U unique rows with P prefixes, of 3 or more cores.
+
+    P E1 + U E2 forward; 3 P E1 + 2 U E2 backward, which computes the prefixes again: E1 and E2 are
+    those of a prefix and of a row from its prefix (see `TTWork.of`).
+    """
+    results, ranks = _result_sizes(spec), (*spec.ranks, 1)
+    last = spec.num_cores - 1
+    of_row = 2.0 * results[last - 1] * spec.col_factors[last] * ranks[last]
+    of_prefix = sum(2.0 * results[k - 1] * spec.col_factors[k] * ranks[k] for k in range(1, last))
+    first, second = prefixes * of_prefix, unique_rows * of_row
+    return first + second, 3 * first + 2 * second

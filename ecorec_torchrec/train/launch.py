@@ -12,7 +12,7 @@ import signal
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +45,11 @@ def launch(config: TrainConfig) -> None:
     if is_under_torchrun and config.nproc not in (1, int(os.environ["LOCAL_WORLD_SIZE"])):
         warnings.warn(f"nproc={config.nproc} is ignored under torchrun", stacklevel=2)
     if is_under_torchrun:
-        _run_recorded_rank(config)
+        _recorded(run_rank, config)
     elif config.nproc == 1:
         run_rank(config)
     else:
-        _launch_processes(config)
+        launch_ranks(run_rank, config, nproc=config.nproc)
 
 
 def run_rank(config: TrainConfig) -> dict[str, Any]:
@@ -68,11 +68,11 @@ def run_rank(config: TrainConfig) -> dict[str, Any]:
             raise
 
 
-def _run_recorded_rank(config: TrainConfig) -> None:
-    """`run_rank`, whose error torchrun and `_launch_processes` find and show."""
+def _recorded(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function whose error torchrun and `launch_ranks` find and show."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    record(run_rank)(config)
+    return record(function)(*arguments)
 
 
 @contextmanager
@@ -135,8 +135,21 @@ def _quiet_libraries() -> None:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
-def _launch_processes(config: TrainConfig) -> None:
-    _limit_threads(config.nproc)
+def launch_ranks(function: Callable[..., Any], *arguments: Any, nproc: int) -> list[Any]:
+    """Calls `function(*arguments)` in processes with torchrun's environment variables.
+
+    Args:
+        function: of a module; it makes the `process_group` itself.
+        nproc: processes, which share the cores of this machine.
+
+    Returns:
+        What the calls returned, by rank.
+
+    Raises:
+        RunFailedError: a rank failed; the others have been ended.
+        KeyboardInterrupt: SIGINT or SIGTERM ended the run; the ranks have been ended.
+    """
+    _limit_threads(nproc)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import LaunchConfig, elastic_launch
@@ -144,7 +157,7 @@ def _launch_processes(config: TrainConfig) -> None:
     launch_config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=config.nproc,
+        nproc_per_node=nproc,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         run_id=f"ecorec-{uuid.uuid4()}",
@@ -152,17 +165,18 @@ def _launch_processes(config: TrainConfig) -> None:
         shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
     )
     try:
-        elastic_launch(launch_config, _worker)(config)
+        results = elastic_launch(launch_config, _worker)(function, *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise RunFailedError(_describe(rank, failure)) from None
     except SignalException:
         raise KeyboardInterrupt from None
+    return [results[rank] for rank in range(nproc)]
 
 
-def _worker(config: TrainConfig) -> None:
+def _worker(function: Callable[..., Any], *arguments: Any) -> Any:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once: the first process tells the user
-    _run_recorded_rank(config)
+    return _recorded(function, *arguments)
 
 
 def _describe(rank: int, failure: Any) -> str:

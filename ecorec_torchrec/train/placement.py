@@ -63,6 +63,9 @@ def plan_variant(
     model is sharded: nothing may draw from it in between.
     """
     torch.manual_seed(config.seed)
+    if config.plan.hardware is not None:
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        load_hardware(config.plan.hardware).check_is_here(local_world_size)
     topology = make_topology(config, device.type, dist.get_world_size())
     return plan_model(config, schema, variant, topology)
 

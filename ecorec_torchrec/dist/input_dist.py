@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,10 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
+Waiting = Callable[[], AbstractContextManager[None]]
+"""Makes what surrounds each wait, such as a measurement of its time."""
+
+
 class GroupedKJTList(KJTList):
     """The ids of every dist group; asking for those of one group waits for that group only.
 
@@ -30,12 +34,18 @@ class GroupedKJTList(KJTList):
         awaitables: one per group, of ids on their way.
         ctx: context of the sharded collection, with one sharding context per group.
         device: of the ids.
+        waiting: surrounds each wait.
     """
 
     def __init__(
-        self, awaitables: Sequence[Awaitable[KeyedJaggedTensor]], ctx: Any, device: torch.device
+        self,
+        awaitables: Sequence[Awaitable[KeyedJaggedTensor]],
+        ctx: Any,
+        device: torch.device,
+        waiting: Waiting = nullcontext,
     ) -> None:
         self._awaitables = awaitables
+        self._waiting = waiting
         self._sharding_contexts = getattr(ctx, "sharding_contexts", [])
         self._arrived: list[KeyedJaggedTensor | None] = [None] * len(awaitables)
         self._device = device
@@ -50,7 +60,8 @@ class GroupedKJTList(KJTList):
     def __getitem__(self, group: int) -> KeyedJaggedTensor:
         features = self._arrived[group]
         if features is None:
-            features = self._arrived[group] = self._receive(group)
+            with self._waiting():
+                features = self._arrived[group] = self._receive(group)
         return features
 
     def __setitem__(self, group: int, features: KeyedJaggedTensor) -> None:
@@ -101,22 +112,29 @@ class GroupedKJTListAwaitable(KJTListAwaitable):
     Replaces `KJTListAwaitable`.
 
     Args:
-        awaitables, ctx, device: see `GroupedKJTList`.
+        awaitables, ctx, device, waiting: see `GroupedKJTList`.
     """
 
     def __init__(
-        self, awaitables: Sequence[Awaitable[KeyedJaggedTensor]], ctx: Any, device: torch.device
+        self,
+        awaitables: Sequence[Awaitable[KeyedJaggedTensor]],
+        ctx: Any,
+        device: torch.device,
+        waiting: Waiting = nullcontext,
     ) -> None:
         super().__init__(awaitables, ctx)
         self._device = device
+        self._waiting = waiting
 
     @classmethod
-    def of(cls, stock: KJTListAwaitable, device: torch.device) -> GroupedKJTListAwaitable:
+    def of(
+        cls, stock: KJTListAwaitable, device: torch.device, waiting: Waiting = nullcontext
+    ) -> GroupedKJTListAwaitable:
         """What waits group by group for the ids that TorchRec's awaitable waits for all at once."""
-        return cls(stock.awaitables, stock.ctx, device)
+        return cls(stock.awaitables, stock.ctx, device, waiting)
 
     def _wait_impl(self) -> GroupedKJTList:
-        return GroupedKJTList(self.awaitables, self.ctx, self._device)
+        return GroupedKJTList(self.awaitables, self.ctx, self._device, self._waiting)
 
 
 class GroupedKJTListSplitsAwaitable(KJTListSplitsAwaitable):

@@ -3,6 +3,7 @@
 Replaces `TrainPipelineSparseDist`.
 """
 
+from .step_times import StepTimes
 from .train_pipeline import EcoRecTrainPipeline
 
-__all__ = ["EcoRecTrainPipeline"]
+__all__ = ["EcoRecTrainPipeline", "StepTimes"]

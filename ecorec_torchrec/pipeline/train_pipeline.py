@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -12,6 +13,8 @@ from torchrec.distributed.train_pipeline import TrainPipelineContext, TrainPipel
 
 from ecorec_torchrec.dist import GroupedKJTListAwaitable
 from ecorec_torchrec.sharding import ShardedTTEmbeddingBagCollection, ShardedTTEmbeddingCollection
+
+from .step_times import EXPOSED_COMM, WAIT, StepTimes
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -34,6 +37,10 @@ class EcoRecTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     Args:
         args, kwargs: as `TrainPipelineSparseDist`: `model`, `optimizer`, `device`, and its options.
+        times_steps: tell where the time of training steps goes, in `step_times`.
+
+    Attributes:
+        step_times: a `StepTimes`; None without `times_steps`.
 
     Raises:
         ValueError: (in the first `progress`) the model's `forward` takes `*args`.
@@ -49,8 +56,13 @@ class EcoRecTrainPipeline(TrainPipelineSparseDist[In, Out]):
                 break
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, times_steps: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.step_times = StepTimes(self._device) if times_steps else None
+        if self.step_times is not None:
+            for module in self._model.modules():
+                if isinstance(module, _OURS):
+                    self.step_times.watch(module)
         self._was_training = self._model.training
         self._other_mode = self._nothing_in_flight()
 
@@ -66,7 +78,10 @@ class EcoRecTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if len(self.batches) == 1 and dataloader_iter is not self._dataloader_iter:
             # The last batch of another iterator. TorchRec would start no input dist for the next.
             self.enqueue_batch(dataloader_iter)
-        return super().progress(dataloader_iter)
+        if self.step_times is None:
+            return super().progress(dataloader_iter)
+        with self.step_times.step(is_training=self._model.training):
+            return super().progress(dataloader_iter)
 
     def reset(self) -> None:
         """Forgets the batches in flight, of both modes."""
@@ -75,11 +90,21 @@ class EcoRecTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def wait_sparse_data_dist(self, context: TrainPipelineContext) -> None:
         """Sends the ids of a batch whose sizes are known, to be waited for group by group."""
-        super().wait_sparse_data_dist(context)
+        with self._counted_as(EXPOSED_COMM):
+            super().wait_sparse_data_dist(context)
         requests = context.input_dist_tensors_requests
         ours = {m.forward.name for m in self._pipelined_modules if isinstance(m, _OURS)}
         for name in ours & requests.keys():
-            requests[name] = GroupedKJTListAwaitable.of(requests[name], self._device)
+            requests[name] = GroupedKJTListAwaitable.of(
+                requests[name], self._device, waiting=lambda: self._counted_as(EXPOSED_COMM)
+            )
+
+    def _next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
+        with self._counted_as(WAIT):
+            return super()._next_batch(dataloader_iter)
+
+    def _counted_as(self, part: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.step_times is None else self.step_times.span(part)
 
     def _pipeline_model(self, *args: Any, **kwargs: Any) -> None:
         model = self._model

@@ -348,6 +348,10 @@ class LoopConfig:
     log_every_steps: int = 20
     """Steps between two lines of `metrics.csv` (and TensorBoard)."""
 
+    step_times: bool = True
+    """Also write there how long a step of the TT model takes, and how much of it is lookups,
+    exposed communication, the dense part, and waiting for the next batch."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where a GPU is found."""
 

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 SUMMARY_FILE = "summary.json"  # a run that has it is complete
-METRIC_COLUMNS = ("step", "epoch", "split", "loss", "auc", "ne", "samples_per_second")
+METRIC_COLUMNS = (
+    "step", "epoch", "split", "loss", "auc", "ne", "samples_per_second",
+    # Of a step, on the mean rank; see `StepTimes`.
+    "step_ms", "lookup_ms", "exposed_comm_ms", "dense_ms", "wait_ms",
+)  # fmt: skip
 
 
 def prepare_run_folder(folder: Path, *, resume: bool) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from tqdm import tqdm
 
-from ecorec_torchrec.pipeline import EcoRecTrainPipeline
+from ecorec_torchrec.pipeline import EcoRecTrainPipeline, StepTimes
 from ecorec_torchrec.plan import save_plan
 from ecorec_torchrec.train.checkpoint import Checkpoints, Progress
 from ecorec_torchrec.train.config import TrainConfig
@@ -101,13 +101,24 @@ class Trainer:
             save_plan(planned.plan, folder / "plan.yaml", world_size=self._world_size)
         self.model = shard_model(planned, variant, config, device)
         self.optimizer = build_optimizer(self.model, planned.tt_specs, config.optim)
-        pipeline = EcoRecTrainPipeline if variant.uses_tt else TrainPipelineSparseDist
-        self._pipeline: TrainPipelineSparseDist = pipeline(self.model, self.optimizer, device)
+        self._pipeline, self._step_times = self._make_pipeline()
         rows = {f.name: f.num_embeddings for f in dataset.schema.sparse} | variant.folded_rows
         self._checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep, rows)
         self._progress = Progress()
         self._window = _Window(device)
         torch.manual_seed(config.seed * self._world_size + self._rank + 1)  # dropout
+
+    def _make_pipeline(self) -> tuple[TrainPipelineSparseDist, StepTimes | None]:
+        """The twins have TorchRec's own, which tells no times."""
+        if not self._variant.uses_tt:
+            return TrainPipelineSparseDist(self.model, self.optimizer, self._device), None
+        pipeline: EcoRecTrainPipeline = EcoRecTrainPipeline(
+            self.model,
+            self.optimizer,
+            self._device,
+            times_steps=self._config.train.step_times,
+        )
+        return pipeline, pipeline.step_times
 
     def fit(self) -> TrainResult:
         """Trains to the end, going on from the newest checkpoint when the run resumes.
@@ -254,6 +265,8 @@ class Trainer:
         # The speed of an epoch's last few small batches would say little.
         if window.steps >= self._config.train.log_every_steps or not self._last_speed():
             values["samples_per_second"] = samples_per_second
+        if self._step_times is not None:
+            values |= _mean_over_ranks(self._step_times.take(), self._device)
         self._record("train", **values)
 
     def _last_speed(self) -> float:
@@ -304,6 +317,13 @@ class Trainer:
 
 def _metrics_of(quality: Quality) -> dict[str, float]:
     return {"loss": quality.loss, "auc": quality.auc, "ne": quality.ne}
+
+
+def _mean_over_ranks(values: dict[str, float], device: torch.device) -> dict[str, float]:
+    """All ranks call it with the same names."""
+    sums = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return dict(zip(values, (sums / dist.get_world_size()).tolist(), strict=True))
 
 
 class _Window:

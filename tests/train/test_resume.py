@@ -146,8 +146,10 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
 
 
 def comparable(progress: Progress) -> dict[str, Any]:
-    ignored = "samples_per_second"
-    history = [{k: v for k, v in row.items() if k != ignored} for row in progress.history]
+    history = [
+        {k: v for k, v in row.items() if k != "samples_per_second" and not k.endswith("_ms")}
+        for row in progress.history
+    ]
     rng_states = [state["cpu"].tolist() for state in progress.rank_states]
     return {**vars(progress), "history": history, "rank_states": rng_states}
 

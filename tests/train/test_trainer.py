@@ -57,6 +57,23 @@ def test_run_folder(tiny_config: TrainConfig) -> None:
     assert summary["embedding_bytes_tt"] == pytest.approx(_expected_bytes(tables), rel=0.01)
 
 
+def test_metrics_tell_where_the_time_of_a_step_goes(tiny_config: TrainConfig, ranks) -> None:  # type: ignore[no-untyped-def]
+    """The parts add up. No times of evaluation, of the twins, and without the option."""
+    tiny_config.compare_dense = True
+    ranks.run(run_on_rank, tiny_config)
+    rows = read_rows(tiny_config, "train")
+    for row in rows:
+        parts = [float(row[f"{part}_ms"]) for part in ("lookup", "exposed_comm", "dense", "wait")]
+        assert all(part > 0 for part in parts)
+        assert sum(parts) == pytest.approx(float(row["step_ms"]))
+    untimed = read_rows(tiny_config, "val") + read_rows(tiny_config, "train", folder="dense")
+    tiny_config.train.step_times, tiny_config.compare_dense = False, False
+    ranks.run(run_on_rank, tiny_config)
+    untimed += read_rows(tiny_config, "train")
+    assert len(untimed) > len(rows)
+    assert not any(row["step_ms"] or row["lookup_ms"] for row in untimed)
+
+
 def _expected_bytes(tables: dict[str, Any]) -> int:
     weights = 0
     for name in ("sparse_0", "sparse_1"):
@@ -148,7 +165,8 @@ def test_tensorboard_events(tiny_config: TrainConfig) -> None:
     events = EventAccumulator(str(folder))
     events.Reload()
     assert events.Scalars("test/auc")[-1].value == pytest.approx(summary["auc_tt"])
-    assert {"train/loss", "train/samples_per_second", "val/ne"} <= set(events.Tags()["scalars"])
+    expected = {"train/loss", "train/samples_per_second", "train/lookup_ms", "val/ne"}
+    assert expected <= set(events.Tags()["scalars"])
 
 
 def test_resuming_nothing_is_an_error(tiny_config: TrainConfig) -> None:

@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STACK ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 NPROC ?= 2
+TEST_WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile
 
 .PHONY: help install demo test test-long test-newest check bench docs clean
 
@@ -51,10 +53,10 @@ demo: install
 	$(BIN)/ecorec train --config movielens_100k --nproc $(NPROC) --compare-dense
 
 test: install
-	$(BIN)/python -m pytest -m "not long"
+	$(PYTEST) -m "not long"
 
 test-long: install
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-newest:
 	$(MAKE) test STACK=newest VENV=.venv-newest

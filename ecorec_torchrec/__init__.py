@@ -19,10 +19,16 @@ _PUBLIC_NAMES = {
     "TTEmbeddingConfig": "modules",
     "TTParameterSharding": "plan",
     "TTSpec": "tt",
+    "TierSpec": "tiers",
+    "TieredParameterSharding": "plan",
     "from_dense": "tt",
     "get_ecorec_sharders": "sharding",
     "load_plan": "plan",
+    "load_tiers": "sharding",
     "save_plan": "plan",
+    "save_tiers": "sharding",
+    "tiered_row_wise": "plan",
+    "tiered_table_wise": "plan",
     "to_dense": "tt",
     "tt_data_parallel": "plan",
     "tt_table_wise": "plan",
@@ -40,7 +46,10 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     package = _PUBLIC_NAMES[name]
-    if package != "tt":  # the others need TorchRec: say what is wrong with it, and the cure
+    if package not in (
+        "tt",
+        "tiers",
+    ):  # the others need TorchRec: say what is wrong with it, and the cure
         from .errors import require_torchrec
 
         require_torchrec()

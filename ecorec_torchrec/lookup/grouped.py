@@ -19,15 +19,19 @@ from torchrec.distributed.embedding_types import (
     ShardingType,
 )
 from torchrec.distributed.types import ShardingEnv
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from .tiered_embedding_bag import BatchedTieredEmbeddingBag
+from .tiered_kernel import TieredKernel
 from .tt_embedding import BatchedFusedTTEmbedding, BatchedTTEmbedding
 from .tt_embedding_bag import BatchedFusedTTEmbeddingBag, BatchedTTEmbeddingBag
 
 
 class TTGroupedPooledEmbeddingsLookup(GroupedPooledEmbeddingsLookup):
-    """TorchRec's grouped lookup with TT groups among the dense ones; outputs share one all-to-all.
+    """TorchRec's grouped lookup with TT and tiered groups among the dense ones.
 
-    Replaces `GroupedPooledEmbeddingsLookup` for tables that live on one rank each.
+    Their outputs share one all-to-all. Replaces `GroupedPooledEmbeddingsLookup` for tables that
+    are not data-parallel.
     """
 
     tt_kernel: type[BatchedTTEmbeddingBag] = BatchedFusedTTEmbeddingBag
@@ -41,8 +45,21 @@ class TTGroupedPooledEmbeddingsLookup(GroupedPooledEmbeddingsLookup):
         env: ShardingEnv | None,
     ) -> BaseEmbedding:
         if config.compute_kernel is EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
-            return self.tt_kernel(config, pg, device, sharding_type)
+            is_tiered = "tiers" in config.fused_params
+            kernel = BatchedTieredEmbeddingBag if is_tiered else self.tt_kernel
+            return kernel(config, pg, device, sharding_type)
         return super()._create_embedding_kernel(config, device, pg, sharding_type, env)
+
+    @property
+    def has_tiered_tables(self) -> bool:
+        return any(isinstance(kernel, TieredKernel) for kernel in self._emb_modules)
+
+    def prefetch_rows(self, features: KeyedJaggedTensor) -> None:
+        """Starts to bring in the rows of tiered tables of a batch that will be looked up."""
+        groups = features.split(self._feature_splits)
+        for kernel, own_features in zip(self._emb_modules, groups, strict=True):
+            if isinstance(kernel, TieredKernel):
+                kernel.prefetch(own_features)
 
 
 class TTDataParallelPooledEmbeddingsLookup(TTGroupedPooledEmbeddingsLookup):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
@@ -18,6 +17,7 @@ from ecorec_torchrec.kernels.tt_index import TableBatch
 from .cores import GroupCores
 from .optimizers import FusedTTOptimizer, mark_in_backward
 from .settings import TTSettings
+from .weightless import WeightlessKernel
 
 
 def table_batch(config: GroupedEmbeddingConfig) -> TableBatch:
@@ -37,7 +37,7 @@ def table_batch(config: GroupedEmbeddingConfig) -> TableBatch:
     )
 
 
-class TTKernel(BaseEmbedding):
+class TTKernel(WeightlessKernel):
     """Tables whose cores are ordinary parameters: data-parallel ones, reduced by DDP.
 
     Comes before one of TorchRec's two base classes of compute kernels, which a subclass names.
@@ -99,25 +99,6 @@ class TTKernel(BaseEmbedding):
             embeddings.requires_grad_()
         return embeddings
 
-    # TorchRec's bookkeeping speaks of one `<table>.weight` per table, which TT tables do not have:
-    # the sharded collection registers and saves the cores itself.
-
-    def split_embedding_weights(self) -> list[Tensor]:
-        return []
-
-    def state_dict(
-        self,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-    ) -> dict[str, Any]:
-        return {} if destination is None else destination
-
-    def named_split_embedding_weights(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        yield from ()
-
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -128,11 +109,6 @@ class TTKernel(BaseEmbedding):
             yield f"{prefix}{dot}{tables}.tt_cores.{k}", flat
         if self._nothing is not None:
             yield f"{prefix}{dot}{tables}.nothing", self._nothing
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        yield from ()
 
 
 class FusedTTKernel(TTKernel, FusedOptimizerModule):

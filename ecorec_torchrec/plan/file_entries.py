@@ -34,6 +34,14 @@ from .entries import (
     with_dist_group,
 )
 from .tables import ModelTable
+from .tiered import (
+    TIERED_SHARDING_TYPES,
+    WHY_TIERED_IS_NOT_CUT,
+    TieredParameterSharding,
+    tiers_from_section,
+    tiers_of,
+    tiers_to_mapping,
+)
 from .yaml_text import Section
 
 ENTRY_KEYS = (
@@ -44,6 +52,7 @@ ENTRY_KEYS = (
     "ranks",
     "device",
     "tt",
+    "tiers",
     "dist_group",
     "shards",
     "enforce_hbm",
@@ -53,10 +62,9 @@ ENTRY_KEYS = (
     "cache_params",
 )
 TT_KERNEL = "tt"
-_KERNELS = {k.value: k.value for k in EmbeddingComputeKernel if k.value != TT_COMPUTE_KERNEL} | {
-    TT_KERNEL: TT_COMPUTE_KERNEL
-}
-_KERNEL_NAMES = {value: name for name, value in _KERNELS.items()}
+TIERED_KERNEL = "tiered"
+_STOCK_KERNELS = [k.value for k in EmbeddingComputeKernel if k.value != TT_COMPUTE_KERNEL]
+_KERNELS = (*_STOCK_KERNELS, TT_KERNEL, TIERED_KERNEL)
 _SHARDING_TYPES = tuple(sharding_type.value for sharding_type in ShardingType)
 _ON_ALL_RANKS = (ShardingType.DATA_PARALLEL.value, ShardingType.ROW_WISE.value)
 _CUT_BY_COLUMNS = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
@@ -128,7 +136,7 @@ def entry_to_mapping(
     if shape is not None:
         mapping |= {"num_embeddings": shape[0], "embedding_dim": shape[1]}
     mapping |= {
-        "kernel": _KERNEL_NAMES[entry.compute_kernel],
+        "kernel": _kernel_name(entry),
         "sharding": entry.sharding_type,
     }
     ranks = list(entry.ranks or range(world.size))
@@ -140,6 +148,9 @@ def entry_to_mapping(
             "col_factors": list(entry.tt.col_factors),
             "ranks": list(entry.tt.ranks),
         }
+    tiers = tiers_of(entry)
+    if tiers is not None:
+        mapping["tiers"] = tiers_to_mapping(tiers)
     if isinstance(entry, GroupedParameterSharding) and entry.dist_group is not None:
         mapping["dist_group"] = entry.dist_group
     mapping |= _shards_to_mapping(where, entry, ranks, shape, world)
@@ -168,27 +179,37 @@ def _ungrouped_entry(section: Section, table: ModelTable, world: World) -> Param
                 f"the plan is for {key}={section.integer(key)}, "
                 f"the model has {key}={getattr(table, key)}"
             )
-    kernel = _KERNELS[section.choice("kernel", _KERNELS)]
+    kernel = section.choice("kernel", _KERNELS)
     sharding_type = section.choice("sharding", _SHARDING_TYPES)
     _check_kernel(section, kernel, sharding_type)
     ranks = _ranks(section, sharding_type, world)
     shape = (table.num_embeddings, table.embedding_dim)
     fields = {
         "sharding_type": sharding_type,
-        "compute_kernel": kernel,
+        "compute_kernel": kernel if kernel in _STOCK_KERNELS else TT_COMPUTE_KERNEL,
         "ranks": ranks,
         "sharding_spec": _sharding_spec(section, sharding_type, ranks, shape, world),
         **_options(section),
     }
-    if kernel == TT_COMPUTE_KERNEL:
+    for key in (TT_KERNEL, "tiers"):
+        needed = TT_KERNEL if key == TT_KERNEL else TIERED_KERNEL
+        if section.has(key) and kernel != needed:
+            raise section.error(f"`{key}` needs `kernel: {needed}`, found `kernel: {kernel}`")
+    if kernel == TT_KERNEL:
         return TTParameterSharding(**fields, tt=_tt_spec(section, table))
-    if section.has("tt"):
-        raise section.error(f"`tt` needs `kernel: tt`, found `kernel: {kernel}`")
     if table.has_cores:
         raise section.error(
             f"the model holds this table as TT cores, so it cannot be planned `kernel: {kernel}`"
         )
+    if kernel == TIERED_KERNEL:
+        return TieredParameterSharding(**fields, tiers=tiers_from_section(section))
     return ParameterSharding(**fields)
+
+
+def _kernel_name(entry: ParameterSharding) -> str:
+    if entry.compute_kernel != TT_COMPUTE_KERNEL:
+        return entry.compute_kernel
+    return TT_KERNEL if tiers_of(entry) is None else TIERED_KERNEL
 
 
 def device_type(section: Section) -> str | None:
@@ -208,12 +229,13 @@ def device_type(section: Section) -> str | None:
 
 
 def _check_kernel(section: Section, kernel: str, sharding_type: str) -> None:
-    if kernel == TT_COMPUTE_KERNEL:
-        if sharding_type not in TT_SHARDING_TYPES:
-            raise section.error(f"`sharding` is {sharding_type}, but {WHY_TT_IS_NOT_CUT}")
-    elif (
-        sharding_type == ShardingType.DATA_PARALLEL.value
-        and kernel != EmbeddingComputeKernel.DENSE.value
+    if kernel == TT_KERNEL and sharding_type not in TT_SHARDING_TYPES:
+        raise section.error(f"`sharding` is {sharding_type}, but {WHY_TT_IS_NOT_CUT}")
+    if kernel == TIERED_KERNEL and sharding_type not in TIERED_SHARDING_TYPES:
+        raise section.error(f"`sharding` is {sharding_type}, but {WHY_TIERED_IS_NOT_CUT}")
+    if sharding_type == ShardingType.DATA_PARALLEL.value and kernel not in (
+        EmbeddingComputeKernel.DENSE.value,
+        TT_KERNEL,
     ):
         raise section.error(
             f"`kernel: {kernel}` steps a table where it lies, so that data_parallel replicas would "

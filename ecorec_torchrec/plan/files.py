@@ -99,13 +99,14 @@ def load_plan(path: str | os.PathLike[str], module: nn.Module, world_size: int) 
     What a file may leave out is computed with TorchRec's own helpers. Per table:
 
     ==================  ===========================================================================
-    `kernel`            `tt`, or a TorchRec compute kernel: `dense`, `fused`, `fused_uvm`, ..
+    `kernel`            `tt`, `tiered`, or a TorchRec compute kernel: `dense`, `fused`, ..
     `sharding`          `table_wise`, `data_parallel`, and for dense tables `row_wise`,
                         `column_wise`, `table_row_wise`, `table_column_wise`, `grid_shard`
     `ranks`             one rank per shard; may be left out where all ranks take part
                         (`data_parallel`, `row_wise`)
     `tt`                `rank: 16` for a suggested shape, or `row_factors`, `col_factors` and
                         `ranks`; may be left out where the model fixes the shape
+    `tiers`             of a tiered table: `cache_rows`, `folder`, and what else `TierSpec` has
     `num_embeddings`,   compared with the model when given
     `embedding_dim`
     `device`            `cpu`, `cuda`; default: of the file, else of this machine

@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.distributed.planner.types import Perf, ShardingOption, Topology
 from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardingType
 
-from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
+from ecorec_torchrec.plan import is_tt, tiers_of
 from ecorec_torchrec.plan.tables import ModelTable, model_tables
 from ecorec_torchrec.tt import TTSpec
 
@@ -242,8 +242,8 @@ _RANK_HEADER = (
 def _table_report(
     module: str, name: str, entry: ParameterSharding, table: ModelTable
 ) -> TableReport:
-    is_tt = entry.compute_kernel == TT_COMPUTE_KERNEL
-    tt = (getattr(entry, "tt", None) or table.tt) if is_tt else None
+    tt = (getattr(entry, "tt", None) or table.tt) if is_tt(entry) else None
+    tiers = tiers_of(entry)
     dense_bytes = table.num_embeddings * table.embedding_dim * table.dtype.itemsize
     stored_bytes = tt.nbytes(table.dtype) if tt else dense_bytes
     ranks = tuple(entry.ranks or ())
@@ -252,12 +252,13 @@ def _table_report(
         weight_bytes = dict.fromkeys(ranks, stored_bytes)
     else:
         for rank, shard in zip(ranks, entry.sharding_spec.shards, strict=True):
-            size = shard.shard_sizes[0] * shard.shard_sizes[1] * table.dtype.itemsize
+            rows = shard.shard_sizes[0] if tiers is None else tiers.cache_rows
+            size = rows * shard.shard_sizes[1] * table.dtype.itemsize
             weight_bytes[rank] = weight_bytes.get(rank, 0) + size
     return TableReport(
         module=module,
         name=name,
-        kernel="tt" if tt else entry.compute_kernel,
+        kernel="tt" if tt else "tiered" if tiers else entry.compute_kernel,
         sharding=entry.sharding_type,
         ranks=ranks,
         num_embeddings=table.num_embeddings,

@@ -1,4 +1,4 @@
-"""Sharders and sharded collections with TT tables.
+"""Sharders and sharded collections with TT and tiered tables.
 
 Replaces `EmbeddingBagCollectionSharder`, `EmbeddingCollectionSharder`, the sharded collections that
 they make, and `get_default_sharders`.
@@ -15,6 +15,7 @@ from .sharders import (  # noqa: E402
     TTEmbeddingCollectionSharder,
     get_ecorec_sharders,
 )
+from .tiered_checkpoint import load_tiers, save_tiers, tier_statistics  # noqa: E402
 
 __all__ = [
     "ShardedTTEmbeddingBagCollection",
@@ -22,4 +23,7 @@ __all__ = [
     "TTEmbeddingBagCollectionSharder",
     "TTEmbeddingCollectionSharder",
     "get_ecorec_sharders",
+    "load_tiers",
+    "save_tiers",
+    "tier_statistics",
 ]

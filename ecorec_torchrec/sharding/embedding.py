@@ -30,9 +30,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from ecorec_torchrec.dist import sharding_type_of
 from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
 
-from .infos import check_dense_optimizers, settle_infos
+from .infos import check_fbgemm_optimizers, settle_infos
 from .shardings import TTDpSequenceEmbeddingSharding, TTTwSequenceEmbeddingSharding
 from .tables import TablesView, resolve_tt_tables
+from .tiered_tables import resolve_tiered_tables
 from .tt_collection import ShardedTTCollection
 
 
@@ -96,7 +97,7 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
         plan = table_name_to_parameter_sharding
         specs = resolve_tt_tables(module, plan)
         infos = super().create_grouped_sharding_infos(TablesView(module, plan), plan, fused_params)
-        return settle_infos(infos, specs)
+        return settle_infos(infos, specs, resolve_tiered_tables(module, plan))
 
     @classmethod
     def create_embedding_sharding(
@@ -107,7 +108,7 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
         device: torch.device | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding:
-        check_dense_optimizers(sharding_infos, device)
+        check_fbgemm_optimizers(sharding_infos, device)
         sharding_type = sharding_type_of(sharding_type)
         kernels = [info.param_sharding.compute_kernel for info in sharding_infos]
         if TT_COMPUTE_KERNEL not in kernels:

@@ -28,9 +28,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
 
-from .infos import check_dense_optimizers, settle_infos
-from .shardings import TTDpPooledEmbeddingSharding, TTTwPooledEmbeddingSharding
+from .infos import check_fbgemm_optimizers, settle_infos
+from .shardings import (
+    TieredRwPooledEmbeddingSharding,
+    TTDpPooledEmbeddingSharding,
+    TTSharding,
+    TTTwPooledEmbeddingSharding,
+)
 from .tables import TablesView, resolve_tt_tables
+from .tiered_tables import resolve_tiered_tables
 from .tt_collection import ShardedTTCollection
 
 _ROW_CUT = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
@@ -64,7 +70,7 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
         specs = resolve_tt_tables(module, plan)
         view = TablesView(module, plan)
         infos = super().create_grouped_sharding_infos(view, plan, prefix, fused_params, suffix)
-        return settle_infos(infos, specs)
+        return settle_infos(infos, specs, resolve_tiered_tables(module, plan))
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -75,7 +81,7 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
         permute_embeddings: bool = False,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding:
-        check_dense_optimizers(sharding_infos, device)
+        check_fbgemm_optimizers(sharding_infos, device)
         entries = [info.param_sharding for info in sharding_infos]
         if TT_COMPUTE_KERNEL not in [entry.compute_kernel for entry in entries]:
             return super().create_embedding_bag_sharding(
@@ -85,8 +91,11 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
             replace_placement_with_meta_device(sharding_infos)
         if entries[0].sharding_type == ShardingType.DATA_PARALLEL.value:
             return TTDpPooledEmbeddingSharding(sharding_infos, env, device)
-        assert entries[0].sharding_type == ShardingType.TABLE_WISE.value
-        return TTTwPooledEmbeddingSharding(
+        by_type: dict[str, type[TTSharding]] = {
+            ShardingType.TABLE_WISE.value: TTTwPooledEmbeddingSharding,
+            ShardingType.ROW_WISE.value: TieredRwPooledEmbeddingSharding,
+        }
+        return by_type[entries[0].sharding_type](
             sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry
         )
 
@@ -129,9 +138,9 @@ class ShardedTTEmbeddingBagCollection(ShardedTTCollection, ShardedEmbeddingBagCo
         env: ShardingEnv,
         device: torch.device | None,
     ) -> None:
-        if self._tt_specs:
+        if self._own_tables:
             raise NotImplementedError(
-                f"TT tables {list(self._tt_specs)}: resharding while training is not supported; "
+                f"{self._described}: resharding while training is not supported; "
                 "save a checkpoint and load it into a model with the new plan"
             )
         super().update_shards(changed_sharding_params, env, device)

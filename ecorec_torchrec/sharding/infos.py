@@ -13,7 +13,9 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType
 
 from ecorec_torchrec.dist import DIST_GROUPS, DistGroups, split_dist_groups
-from ecorec_torchrec.lookup import TT_ONLY_SETTINGS, TTSettings
+from ecorec_torchrec.lookup import TT_ONLY_SETTINGS, TieredSettings, TTSettings
+from ecorec_torchrec.plan import tiers_of
+from ecorec_torchrec.tiers import TierSpec
 from ecorec_torchrec.tt import TTSpec
 
 from .output_types import check_output_types
@@ -27,15 +29,18 @@ _CPU_OPTIMIZERS = (
 
 
 def settle_infos(
-    infos_by_type: dict[str, list[EmbeddingShardingInfo]], specs: Mapping[str, TTSpec]
+    infos_by_type: dict[str, list[EmbeddingShardingInfo]],
+    specs: Mapping[str, TTSpec],
+    tier_specs: Mapping[str, TierSpec],
 ) -> dict[str, list[EmbeddingShardingInfo]]:
     """TorchRec's infos, dealt out to dist groups, with the `fused_params` that each kernel takes.
 
-    Those of TT tables become `TTSettings`, those of dense ones lose what only TT kernels know.
+    Those of TT tables become `TTSettings`, those of tiered ones `TieredSettings`, and those of
+    dense ones lose what only TT kernels know.
 
     Raises:
-        TypeError, ValueError: a setting of a TT table is not supported, or outputs of unlike types
-            would travel together.
+        TypeError, ValueError: a setting of a TT or tiered table is not supported, or outputs of
+            unlike types would travel together.
     """
     dist_groups = DistGroups()
     for sharding_type, infos in infos_by_type.items():
@@ -49,6 +54,10 @@ def settle_infos(
                 info.fused_params = TTSettings.from_fused_params(
                     table, specs[table], fused_params, data_parallel
                 ).as_fused_params()
+            elif table in tier_specs:
+                info.fused_params = TieredSettings.from_fused_params(
+                    table, tier_specs[table], fused_params
+                ).as_fused_params()
             else:
                 _warn_of_frozen(info)
                 info.fused_params = {
@@ -56,11 +65,11 @@ def settle_infos(
                     for name, value in fused_params.items()
                     if name not in TT_ONLY_SETTINGS
                 }
-    check_output_types(infos_by_type, specs.keys())
+    check_output_types(infos_by_type, specs.keys() | tier_specs.keys())
     return split_dist_groups(infos_by_type, dist_groups)
 
 
-def check_dense_optimizers(
+def check_fbgemm_optimizers(
     infos: Iterable[EmbeddingShardingInfo], device: torch.device | None
 ) -> None:
     """Raises ValueError for optimizers that FBGEMM's fused kernels do not have on the CPU.
@@ -70,11 +79,13 @@ def check_dense_optimizers(
     if device is None or device.type != "cpu":
         return
     for info in infos:
-        optimizer = info.fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+        optimizer = info.fused_params.get("optimizer") or EmbOptimType.EXACT_SGD
+        is_tiered = tiers_of(info.param_sharding) is not None
         is_fused = info.param_sharding.compute_kernel == EmbeddingComputeKernel.FUSED.value
-        if is_fused and optimizer not in _CPU_OPTIMIZERS:
+        if (is_fused or is_tiered) and optimizer not in _CPU_OPTIMIZERS:
+            kind = "tiered" if is_tiered else "dense"
             raise ValueError(
-                f"dense table {info.embedding_config.name!r}: FBGEMM has no optimizer {optimizer} "
+                f"{kind} table {info.embedding_config.name!r}: FBGEMM has no optimizer {optimizer} "
                 f"on the CPU, only {', '.join(kind.name for kind in _CPU_OPTIMIZERS)}: name one of "
                 "them in fused_params, and give TT tables their own by apply_optimizer_in_backward"
             )

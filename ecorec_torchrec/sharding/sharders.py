@@ -24,11 +24,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from ecorec_torchrec.dist import DIST_GROUPS, DistGroups
 from ecorec_torchrec.modules import TTEmbeddingBagCollection, TTEmbeddingCollection
+from ecorec_torchrec.plan import tiers_of
 from ecorec_torchrec.plan.tables import core_specs
 
 from .embedding import ShardedTTEmbeddingCollection
 from .embedding_bag import ShardedTTEmbeddingBagCollection
-from .tables import TablesView, tt_table_names
+from .tables import TablesView, describe_tables, tt_table_names
 from .tt_collection import ShardedTTCollection
 
 
@@ -208,18 +209,19 @@ class _DenseTablesOnly(BaseEmbeddingSharder[nn.Module]):
     def shard(
         self, module: nn.Module, params: dict[str, ParameterSharding], *args: Any, **kwargs: Any
     ) -> Any:
-        self._refuse([*core_specs(module), *tt_table_names(module, params)])
+        tiered = [name for name, entry in params.items() if tiers_of(entry) is not None]
+        self._refuse([*core_specs(module), *tt_table_names(module, params)], tiered)
         return super().shard(module, params, *args, **kwargs)
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         self._refuse(core_specs(module))
         return super().shardable_parameters(module)
 
-    def _refuse(self, tables: Iterable[str]) -> None:
-        names = list(dict.fromkeys(tables))
-        if names:
+    def _refuse(self, tt: Iterable[str], tiered: Iterable[str] = ()) -> None:
+        described = describe_tables(dict.fromkeys(tt), tiered)
+        if described:
             raise NotImplementedError(
-                f"TT tables {names} are in a collection within a feature-processed or "
+                f"{described} are in a collection within a feature-processed or "
                 "managed-collision one, where they cannot be sharded: give them a collection of "
                 "their own in the model, or make them dense"
             )

@@ -1,4 +1,4 @@
-"""TorchRec's shardings with TT tables among the dense ones: only the lookup is another."""
+"""TorchRec's shardings with TT and tiered tables among the dense ones: only the lookup differs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 from torchrec.distributed.embedding_sharding import BaseEmbeddingLookup, EmbeddingSharding
-from torchrec.distributed.embedding_types import BaseGroupedFeatureProcessor
+from torchrec.distributed.embedding_types import BaseGroupedFeatureProcessor, ShardingType
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 
@@ -21,7 +22,9 @@ from ecorec_torchrec.lookup import (
 )
 
 
-class _TTSharding(EmbeddingSharding):
+class TTSharding(EmbeddingSharding):
+    """What they share; comes before one of TorchRec's shardings."""
+
     _lookup_type: ClassVar[type[BaseEmbeddingLookup]]
     _lookup_options: ClassVar[Mapping[str, Any]] = {}
 
@@ -43,13 +46,21 @@ class _TTSharding(EmbeddingSharding):
         )
 
 
-class TTTwPooledEmbeddingSharding(_TTSharding, TwPooledEmbeddingSharding):
+class TTTwPooledEmbeddingSharding(TTSharding, TwPooledEmbeddingSharding):
     """Table-wise: every table on one rank. Replaces `TwPooledEmbeddingSharding`."""
 
     _lookup_type = TTGroupedPooledEmbeddingsLookup
 
 
-class TTDpPooledEmbeddingSharding(_TTSharding, DpPooledEmbeddingSharding):
+class TieredRwPooledEmbeddingSharding(TTSharding, RwPooledEmbeddingSharding):
+    """Row-wise: of every table some rows on each rank. Replaces `RwPooledEmbeddingSharding`."""
+
+    _lookup_type = TTGroupedPooledEmbeddingsLookup
+    # Told, as in TorchRec, since means are sums here that become means after they have travelled.
+    _lookup_options: ClassVar[Mapping[str, Any]] = {"sharding_type": ShardingType.ROW_WISE}
+
+
+class TTDpPooledEmbeddingSharding(TTSharding, DpPooledEmbeddingSharding):
     """Data-parallel: every table on every rank. Replaces `DpPooledEmbeddingSharding`."""
 
     _lookup_type = TTDataParallelPooledEmbeddingsLookup
@@ -57,13 +68,13 @@ class TTDpPooledEmbeddingSharding(_TTSharding, DpPooledEmbeddingSharding):
     _lookup_options: ClassVar[Mapping[str, Any]] = {"scale_weight_gradients": False}
 
 
-class TTTwSequenceEmbeddingSharding(_TTSharding, TwSequenceEmbeddingSharding):
+class TTTwSequenceEmbeddingSharding(TTSharding, TwSequenceEmbeddingSharding):
     """The sequence counterpart of `TTTwPooledEmbeddingSharding`."""
 
     _lookup_type = TTGroupedEmbeddingsLookup
 
 
-class TTDpSequenceEmbeddingSharding(_TTSharding, DpSequenceEmbeddingSharding):
+class TTDpSequenceEmbeddingSharding(TTSharding, DpSequenceEmbeddingSharding):
     """The sequence counterpart of `TTDpPooledEmbeddingSharding`."""
 
     _lookup_type = TTDataParallelEmbeddingsLookup

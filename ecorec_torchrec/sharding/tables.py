@@ -18,7 +18,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from ecorec_torchrec.modules import check_spec, table_configs, tables_name
-from ecorec_torchrec.plan import TT_COMPUTE_KERNEL, TT_SHARDING_TYPES, WHY_TT_IS_NOT_CUT
+from ecorec_torchrec.plan import TT_COMPUTE_KERNEL, TT_SHARDING_TYPES, WHY_TT_IS_NOT_CUT, is_tt
 from ecorec_torchrec.plan.tables import core_specs
 from ecorec_torchrec.tt import TTSpec
 
@@ -26,7 +26,7 @@ from ecorec_torchrec.tt import TTSpec
 def tt_table_names(module: nn.Module, plan: Mapping[str, ParameterSharding]) -> list[str]:
     """The tables whose plan entry asks for TT, in table order."""
     names = [config.name for config in table_configs(module)]
-    return [n for n in names if n in plan and plan[n].compute_kernel == TT_COMPUTE_KERNEL]
+    return [name for name in names if name in plan and is_tt(plan[name])]
 
 
 def resolve_tt_tables(
@@ -45,7 +45,7 @@ def resolve_tt_tables(
         if config.name not in plan:
             raise ValueError(f"table {config.name!r} has no entry in the sharding plan")
         entry = plan[config.name]
-        if entry.compute_kernel == TT_COMPUTE_KERNEL:
+        if is_tt(entry):
             specs[config.name] = _spec(config, entry, held.get(config.name))
         elif config.name in held or getattr(entry, "tt", None) is not None:
             raise ValueError(
@@ -59,6 +59,12 @@ def resolve_tt_tables(
                 stacklevel=2,
             )
     return specs
+
+
+def describe_tables(tt: Iterable[str], tiered: Iterable[str]) -> str:
+    """`TT tables ['a'] and tiered tables ['b']`, for errors; empty where there are none."""
+    kinds = (("TT", list(tt)), ("tiered", list(tiered)))
+    return " and ".join(f"{kind} tables {names}" for kind, names in kinds if names)
 
 
 def check_ranks(
@@ -90,13 +96,14 @@ def check_ranks(
 def limits_of_ids(
     configs: Iterable[BaseEmbeddingConfig],
     plan: Mapping[str, ParameterSharding],
-    tt_names: Iterable[str],
+    own_tables: Iterable[str],
     fused_params: Mapping[str, Any],
 ) -> dict[str, tuple[str, int]]:
     """Feature -> the smallest table that must have a row for its ids, and its number of rows.
 
-    Beside a TT table that checks its ids, those of dense tables must have a row too, unless their
-    `bounds_check_mode` says otherwise: what becomes of them would else depend on the sharding.
+    Beside a TT or tiered table (`own_tables`) that checks its ids, those of dense tables must have
+    a row too, unless their `bounds_check_mode` says otherwise: what becomes of them would else
+    depend on the sharding.
     """
 
     def is_checked(table: str) -> bool:
@@ -104,7 +111,7 @@ def limits_of_ids(
         return mode in (None, BoundsCheckMode.FATAL, BoundsCheckMode.V2_FATAL)
 
     limits: dict[str, tuple[str, int]] = {}
-    if any(is_checked(name) for name in tt_names):
+    if any(is_checked(name) for name in own_tables):
         for config in sorted(configs, key=lambda config: config.num_embeddings):
             for feature in config.feature_names if is_checked(config.name) else ():
                 limits.setdefault(feature, (config.name, config.num_embeddings))

@@ -1,22 +1,24 @@
-"""What sharded collections with TT tables share, pooled and sequence."""
+"""What sharded collections with TT and tiered tables share, pooled and sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_sharding import EmbeddingSharding
 from torchrec.distributed.embedding_types import (
     EmbeddingComputeKernel,
     KJTList,
     ShardedEmbeddingModule,
 )
+from torchrec.distributed.sharding.dp_sharding import BaseDpEmbeddingSharding
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -33,6 +35,7 @@ from ecorec_torchrec.lookup import (
     CoreSlice,
     FusedTTKernel,
     TableCores,
+    TieredKernel,
     TTKernel,
     mark_in_backward,
 )
@@ -47,16 +50,20 @@ from ecorec_torchrec.modules import (
 from ecorec_torchrec.tt import TTSpec
 
 from .output_types import check_codecs, settle_output_type
-from .shardings import TTTwPooledEmbeddingSharding, TTTwSequenceEmbeddingSharding
+from .shardings import TTSharding, TTTwPooledEmbeddingSharding, TTTwSequenceEmbeddingSharding
 from .state import CoreState, add_whole_cores, core_states, take_local_cores
-from .tables import check_ranks, limits_of_ids, resolve_tt_tables
+from .tables import check_ranks, describe_tables, limits_of_ids, resolve_tt_tables
+from .tiered_rows import TieredRows
+from .tiered_tables import resolve_tiered_tables
+
+KernelT = TypeVar("KernelT", bound=BaseEmbedding)
 
 
 class ShardedTTCollection(ShardedEmbeddingModule):
-    """A sharded collection some of whose tables are TT; comes before TorchRec's class.
+    """A sharded collection with TT or tiered tables among others; comes before TorchRec's class.
 
     It holds the cores: registers them under the names that they have unsharded, gives them start
-    values, saves and loads them, and stops what TT tables cannot do.
+    values, saves and loads them, and stops what TT and tiered tables cannot do.
 
     Args:
         module: the collection. Cores of one of our collections are kept if they have values; others
@@ -67,8 +74,9 @@ class ShardedTTCollection(ShardedEmbeddingModule):
         args, kwargs: as TorchRec's class.
 
     Raises:
-        ValueError: see `resolve_tt_tables`; an optimizer or setting that is not supported.
-        NotImplementedError: TT tables under 2D parallelism.
+        ValueError: see `resolve_tt_tables` and `resolve_tiered_tables`; an optimizer or setting
+            that is not supported.
+        NotImplementedError: TT or tiered tables under 2D parallelism.
     """
 
     _tables_name: str
@@ -87,9 +95,12 @@ class ShardedTTCollection(ShardedEmbeddingModule):
         **kwargs: Any,
     ) -> None:
         tt_specs = resolve_tt_tables(module, table_name_to_parameter_sharding)
-        if tt_specs and isinstance(env, ShardingEnv2D):
+        tier_specs = resolve_tiered_tables(module, table_name_to_parameter_sharding)
+        self._own_tables = [*tt_specs, *tier_specs]
+        self._described = describe_tables(tt_specs, tier_specs)
+        if self._own_tables and isinstance(env, ShardingEnv2D):
             raise NotImplementedError(
-                f"TT tables {list(tt_specs)}: 2D parallelism (DMPCollection) is not supported; use "
+                f"{self._described}: 2D parallelism (DMPCollection) is not supported; use "
                 "DistributedModelParallel over all ranks"
             )
         check_ranks(table_name_to_parameter_sharding, tt_specs, env.world_size)
@@ -98,6 +109,7 @@ class ShardedTTCollection(ShardedEmbeddingModule):
         # Seeds come before TorchRec's own initialisation, which draws numbers for the tables of
         # this rank only: so they do not depend on the placement.
         self._seeds = None if has_cores(module) else {name: draw_seed() for name in tt_specs}
+        self.tiered_rows = TieredRows(tier_specs, table_name_to_parameter_sharding, env)
         stock = self._as_stock(module)
         super().__init__(
             stock, table_name_to_parameter_sharding, env, fused_params, *args, **kwargs
@@ -106,7 +118,7 @@ class ShardedTTCollection(ShardedEmbeddingModule):
         self._id_limits = limits_of_ids(
             getattr(self, self._configs_name),
             table_name_to_parameter_sharding,
-            tt_specs,
+            self._own_tables,
             fused_params or {},
         )
         self._untrainable = self._tables_without_optimizer()
@@ -144,9 +156,9 @@ class ShardedTTCollection(ShardedEmbeddingModule):
                 self.module_sharding_plan[name],
                 self._env,
             )
-        if self._tt_specs and not skip_registering:
-            self._register_state_dict_hook(_add_whole_cores)
-            self._register_load_state_dict_pre_hook(_take_local_cores, with_module=True)
+        if self._own_tables and not skip_registering:
+            self._register_state_dict_hook(_add_own_state)
+            self._register_load_state_dict_pre_hook(_take_own_state, with_module=True)
 
     def reset_parameters(self) -> None:
         """Draws start values as the table configs ask; equal random state gives equal cores."""
@@ -160,12 +172,17 @@ class ShardedTTCollection(ShardedEmbeddingModule):
             config = self._table_name_to_config[name]
             init_table_cores_(cores, self._tt_specs[name], config, seeds[name])
         self._broadcast_data_parallel()
+        self.tiered_rows.start(list(self._kernels(TieredKernel)), self._file_prefix())
+
+    def _file_prefix(self) -> str:
+        """Tables of one name in two collections have files of different names."""
+        return f"{self._module_fqn}." if self._module_fqn else ""
 
     @contextmanager
     def _dense_tables_only(self) -> Iterator[None]:
         """TorchRec's `reset_parameters` expects a `weight` of every table it knows."""
         configs = getattr(self, self._configs_name)
-        setattr(self, self._configs_name, [c for c in configs if c.name not in self._tt_specs])
+        setattr(self, self._configs_name, [c for c in configs if c.name not in self._own_tables])
         try:
             yield
         finally:
@@ -185,29 +202,29 @@ class ShardedTTCollection(ShardedEmbeddingModule):
         group = self._env.process_group
         if group is None:
             return
-        for kernel in self._tt_kernels():
+        for kernel in self._kernels(TTKernel):
             if not isinstance(kernel, FusedTTKernel):
                 for flat in kernel.emb_module.flat:
                     dist.broadcast(flat.detach(), dist.get_global_rank(group, 0), group)
 
-    def _tt_kernels(self) -> Iterator[TTKernel]:
+    def _kernels(self, kind: type[KernelT]) -> Iterator[KernelT]:
         for lookup in self._lookups:
             while isinstance(lookup, DistributedDataParallel):
                 lookup = lookup.module
             for kernel in lookup._emb_modules:
-                if isinstance(kernel, TTKernel):
+                if isinstance(kernel, kind):
                     yield kernel
 
     def _local_cores(self) -> dict[str, list[CoreSlice]]:
         return {
             name: cores
-            for kernel in self._tt_kernels()
+            for kernel in self._kernels(TTKernel)
             for name, cores in kernel.emb_module.tables.items()
         }
 
     def _settle_output_types(self) -> None:
         """Those of the all-to-alls, which ranks must agree on; where all is dense, TorchRec's."""
-        if not self._tt_specs:
+        if not self._own_tables:
             return
         for sharding, lookup in zip(self._shardings(), self._lookups, strict=True):
             settle_output_type(sharding, lookup, self._device)
@@ -224,22 +241,32 @@ class ShardedTTCollection(ShardedEmbeddingModule):
         Raises:
             TypeError, ValueError: the input is broken, see `check_features`; an id on the CPU has
                 no row; or the features come in another order than in the first batch.
-            NotImplementedError: variable batch sizes per feature with TT tables.
+            NotImplementedError: variable batch sizes per feature with TT or tiered tables.
         """
         if not isinstance(features, TensorDict):  # which TorchRec makes a KeyedJaggedTensor
             features = self._checked(features)
         stock = super().input_dist(ctx, features)
         return GroupedKJTListSplitsAwaitable(stock, self._device or torch.device("cpu"))
 
+    def prefetch_rows(self, ids: KJTList) -> None:
+        """Starts to bring in the rows of tiered tables of a batch, and waits for its ids only.
+
+        Args:
+            ids: as the input dist gives them, which are to be looked up later.
+        """
+        for group, lookup in enumerate(self._lookups):
+            if getattr(lookup, "has_tiered_tables", False):
+                lookup.prefetch_rows(ids[group])
+
     def _checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         names = [name for c in getattr(self, self._configs_name) for name in c.feature_names]
         features = check_features(features, names, self._is_weighted)
-        if self._tt_specs and features.variable_stride_per_key():
+        if self._own_tables and features.variable_stride_per_key():
             raise NotImplementedError(
-                f"TT tables {list(self._tt_specs)}: variable batch sizes per feature are not "
+                f"{self._described}: variable batch sizes per feature are not "
                 "supported; give all features one batch size"
             )
-        if self._tt_specs and not self._is_weighted:
+        if self._own_tables and not self._is_weighted:
             features = without_weights(features)
         check_ids(features, self._id_limits)
         if self._input_keys is None:
@@ -256,12 +283,13 @@ class ShardedTTCollection(ShardedEmbeddingModule):
         found = {
             table.name
             for sharding in self._shardings()
-            if isinstance(sharding, TTTwPooledEmbeddingSharding | TTTwSequenceEmbeddingSharding)
+            if isinstance(sharding, TTSharding)
+            and not isinstance(sharding, BaseDpEmbeddingSharding)
             for table in sharding.embedding_tables()
             if table.compute_kernel is EmbeddingComputeKernel.CUSTOMIZED_KERNEL
             and table.fused_params["optimizer"] is None
         }
-        return [name for name in self._tt_specs if name in found]
+        return [name for name in self._own_tables if name in found]
 
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[Any]:
         return self._watched(ctx, super().compute_and_output_dist(ctx, input))
@@ -271,14 +299,21 @@ class ShardedTTCollection(ShardedEmbeddingModule):
 
     def _watched(self, ctx: Any, awaitable: LazyAwaitable[Any]) -> LazyAwaitable[Any]:
         """Without an optimizer evaluation works; a backward pass stops at once, on every rank."""
+        if torch.is_grad_enabled():
+            self.tiered_rows.count_update()
         if self._untrainable:
             awaitable.callbacks.append(self._refuse_backward)
         return awaitable
 
     def _refuse_backward(self, output: Any) -> Any:
+        untrainable = describe_tables(
+            [name for name in self._untrainable if name in self._tt_specs],
+            [name for name in self._untrainable if name in self.tiered_rows.specs],
+        )
+
         def refuse(_: Tensor) -> None:
             raise ValueError(
-                f"TT tables {self._untrainable} have no optimizer, so training would leave them as "
+                f"{untrainable} have no optimizer, so training would leave them as "
                 'they are: give fused_params={"optimizer": .., "learning_rate": ..} to the '
                 "sharder, or use apply_optimizer_in_backward"
             )
@@ -301,16 +336,34 @@ def _placeholders(spec: TTSpec, dtype: torch.dtype) -> list[nn.Parameter]:
     return placeholders
 
 
-def _add_whole_cores(
+def _add_own_state(
     module: ShardedTTCollection,
     destination: dict[str, Any],
     prefix: str,
     _local_metadata: dict[str, Any],
 ) -> None:
     add_whole_cores(module._core_states, destination, prefix)
+    for table in module.tiered_rows.specs:
+        destination[_version_key(module, prefix, table)] = module.tiered_rows.version()
 
 
-def _take_local_cores(
-    module: ShardedTTCollection, state_dict: dict[str, Any], prefix: str, *_: Any
+def _take_own_state(
+    module: ShardedTTCollection,
+    state_dict: dict[str, Any],
+    prefix: str,
+    _local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    *_: Any,
 ) -> None:
+    for table in module.tiered_rows.specs:
+        key = _version_key(module, prefix, table)
+        if key in state_dict:
+            module.tiered_rows.check_version(table, state_dict.pop(key))
+        elif strict:
+            missing_keys.append(key)
     take_local_cores(module._core_states, state_dict, prefix)
+
+
+def _version_key(module: ShardedTTCollection, prefix: str, table: str) -> str:
+    return f"{prefix}{module._tables_name}.{table}.row_version"

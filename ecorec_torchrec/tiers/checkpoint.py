@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 
@@ -21,6 +22,11 @@ from .spec import RowLayout
 
 _PARTIAL = ".partial"
 _BLOCK = struct.Struct("<III")  # number of the block, rows, checksum of ids and records
+
+
+def checkpoint_path(folder: str | Path, table: str) -> Path:
+    """The file of a table in a checkpoint folder."""
+    return Path(folder) / f"{quote(table, safe='')}.tier"
 
 
 def write_checkpoint(

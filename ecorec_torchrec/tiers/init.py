@@ -28,9 +28,12 @@ class RowInit:
         seed: tables of different seeds have independent rows.
         distribution: "uniform" in [a, b), or "normal" of mean a and standard deviation b.
         a, b: as `distribution` says.
+        first_row: the row of the whole table that is row 0 here, where a table is cut by rows: its
+            parts hold what it would hold uncut.
 
     Raises:
-        ValueError: an unknown distribution, D < 1, or values of a and b that do not fit it.
+        ValueError: an unknown distribution, D < 1, a negative first_row, or values of a and b that
+            do not fit it.
 
     Example::
 
@@ -43,10 +46,13 @@ class RowInit:
     distribution: Literal["uniform", "normal"] = "uniform"
     a: float = -0.01
     b: float = 0.01
+    first_row: int = 0
 
     def __post_init__(self) -> None:
         if self.embedding_dim < 1:
             raise ValueError(f"embedding_dim={self.embedding_dim} must be positive")
+        if self.first_row < 0:
+            raise ValueError(f"first_row={self.first_row} must not be negative")
         if self.distribution not in ("uniform", "normal"):
             raise ValueError(
                 f"distribution={self.distribution!r} is unknown; choose 'uniform' or 'normal'"
@@ -60,7 +66,7 @@ class RowInit:
 
     def rows(self, ids_U: Tensor) -> Tensor:
         """The initial weights of rows `ids_U` (U,): (U, D) float32."""
-        ids = ids_U.detach().cpu().numpy().astype(np.uint64)
+        ids = ids_U.detach().cpu().numpy().astype(np.uint64) + np.uint64(self.first_row)
         rows = np.empty((len(ids), self.embedding_dim), np.float32)
         step = max(1, _CHUNK_NUMBERS // self.embedding_dim)
         for start in range(0, len(ids), step):

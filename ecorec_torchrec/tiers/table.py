@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .backing import Backing, MemoryLevel, Rows
-from .checkpoint import CheckpointReader, write_checkpoint
+from .checkpoint import CheckpointReader, checkpoint_path, write_checkpoint
 from .counters import Counters
 from .directory import Directory
 from .header import Header
@@ -424,4 +424,4 @@ class TieredTable:
         return Header(kind, self.name, self.num_embeddings, columns, asdict(init))
 
     def _checkpoint(self, folder: str | Path) -> Path:
-        return Path(folder) / f"{quote(self.name, safe='')}.tier"
+        return checkpoint_path(folder, self.name)

@@ -141,7 +141,7 @@ def entry_moments(
     bound = math.sqrt(1 / num_embeddings)
     low = -bound if weight_init_min is None else weight_init_min
     high = bound if weight_init_max is None else weight_init_max
-    if init_fn is not None and not _is_uniform_between(init_fn, low, high):
+    if init_fn is not None and not is_uniform_between(init_fn, low, high):
         return _sampled_moments(table_name, num_embeddings, embedding_dim, init_fn)
     if weight_init_min is None and weight_init_max is None:
         return 0.0, None
@@ -153,9 +153,8 @@ def entry_moments(
     return (low + high) / 2, (high - low) / math.sqrt(12)
 
 
-def _is_uniform_between(
-    init_fn: Callable[[Tensor], Tensor | None], low: float, high: float
-) -> bool:
+def is_uniform_between(init_fn: Callable[[Tensor], Tensor | None], low: float, high: float) -> bool:
+    """Whether an `init_fn` is the one that TorchRec fills in for bounds and no function."""
     keywords = getattr(init_fn, "keywords", None)
     function = getattr(init_fn, "func", None)
     return function is torch.nn.init.uniform_ and keywords == {"a": low, "b": high}

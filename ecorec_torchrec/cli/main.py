@@ -13,6 +13,7 @@ from typing import NoReturn
 _COMMANDS = {
     "train": "train a DLRM with tensor-train tables",
     "plan": "show or save the plan of a configuration, without training",
+    "profile": "measure what a data set asks of its tables, for the planner",
     "export": "write the dense weights of a table of a run",
     "convert": "turn dense tables of a checkpoint into TT cores, and back",
     "bench": "measure quality or speed",

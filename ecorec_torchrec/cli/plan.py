@@ -37,10 +37,13 @@ class PlanOptions(TrainConfig):
     """a100, h100, h200 or a YAML file, in place of `plan.hardware`."""
 
     out: str | None = None
-    """Also write the plan to this file, for `ecorec train --plan.file`."""
+    """Also write the plan to this file, for `ecorec train --plan`."""
 
     json: str | None = None
     """Also write what is predicted to this file: per rank and in sum."""
+
+    plots: str | None = None
+    """Also draw ranks and tables into this folder, as PNG files (needs matplotlib)."""
 
     def __post_init__(self) -> None:
         TrainConfig.__post_init__(self)
@@ -74,6 +77,11 @@ def run(arguments: list[str]) -> None:
         figures = json.dumps(_figures(options, report, baselines), indent=1)
         Path(options.json).write_text(figures + "\n", encoding="utf-8")
         print(f"written to {options.json}")
+    if options.plots is not None:
+        from ecorec_torchrec.train.plan_plots import plot_plan
+
+        for path in plot_plan(report, Path(options.plots)):
+            print(f"written to {path}")
 
 
 Planned = tuple[Any, "PlanReport", Sequence["Baseline"]]

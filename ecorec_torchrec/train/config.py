@@ -294,8 +294,12 @@ class OptimConfig:
 class PlanConfig:
     """Where tables live."""
 
-    file: str | None = None
-    """A plan file to use as it is; without it EcoRecPlanner makes the plan."""
+    file: Annotated[str | None, tyro.conf.arg(aliases=["--plan"])] = None
+    """A plan file to use as it is; without it, or with `auto`, EcoRecPlanner makes the plan."""
+
+    profile: Annotated[str | None, tyro.conf.arg(aliases=["--profile"])] = None
+    """What `ecorec profile` wrote about the data, for the planner; without it ids count as drawn
+    uniformly, one per sample and table."""
 
     hbm_cap_gib: float | None = None
     """Memory of one GPU for the planner; without it what the device has."""
@@ -317,6 +321,8 @@ class PlanConfig:
     """0: groups of equal size; 1: sizes that fall to one table."""
 
     def __post_init__(self) -> None:
+        if self.file == "auto":
+            self.file = None
         _require(
             self.num_dist_groups >= 1, "plan.num_dist_groups", self.num_dist_groups, "must be >= 1"
         )

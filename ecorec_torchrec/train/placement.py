@@ -25,7 +25,13 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from ecorec_torchrec.plan import RecordedPlan, load_plan
-from ecorec_torchrec.planner import EcoRecConstraints, EcoRecPlanner, PlanReport
+from ecorec_torchrec.planner import (
+    EcoRecConstraints,
+    EcoRecPlanner,
+    PlanReport,
+    Profile,
+    load_profile,
+)
 from ecorec_torchrec.sharding import get_ecorec_sharders
 from ecorec_torchrec.train.config import TrainConfig
 from ecorec_torchrec.train.data import Schema
@@ -80,6 +86,7 @@ def plan_model(
             not fit the model, or no plan fits into the memory.
     """
     specs = tt_specs(config.tt, schema, config.model.embedding_dim) if variant.uses_tt else {}
+    _warn_of_ignored_profile(config)
     if config.plan.file is not None and variant.uses_tt:
         model = build_model(config, schema, variant, specs)
         plan: ShardingPlan = load_plan(config.plan.file, model, topology.world_size)
@@ -150,6 +157,7 @@ def plan_tables(
         batch_size=local_batch_size(config, topology.world_size),
         storage_reservation=FixedPercentageStorageReservation(_RESERVED_FRACTION),
         constraints=dict(constraints_of(tables, config)),
+        profile=_profile(config),
         stats=NoopEmbeddingStats(),
         debug=False,
     )
@@ -201,7 +209,23 @@ def _make_planner(
             )
         allowed = EcoRecConstraints(tt="auto", tt_ranks=(config.tt.rank,))
         constraints = dict.fromkeys(config.tt.tables, allowed)
-    return EcoRecPlanner(**arguments, constraints=constraints)
+    return EcoRecPlanner(**arguments, constraints=constraints, profile=_profile(config))
+
+
+def _warn_of_ignored_profile(config: TrainConfig) -> None:
+    if config.plan.profile is None:
+        return
+    if not config.tt.tables:
+        reason = "without tt.tables, TorchRec's own planner makes the plan"
+    elif config.plan.file is not None:
+        reason = "plan.file is a finished plan"
+    else:
+        return
+    warnings.warn(f"plan.profile is ignored: {reason}", stacklevel=3)
+
+
+def _profile(config: TrainConfig) -> Profile | None:
+    return None if config.plan.profile is None else load_profile(config.plan.profile)
 
 
 def _plan_on_all_ranks(

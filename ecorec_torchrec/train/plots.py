@@ -14,7 +14,7 @@ def plot_metrics(histories: dict[str, list[dict[str, Any]]], path: Path) -> None
         histories: rows of `metrics.csv` by variant.
         path: the PNG file. Without matplotlib a warning says how to get it.
     """
-    pyplot = _pyplot()
+    pyplot = import_pyplot()
     if pyplot is None:
         return
     figure, (loss_axes, auc_axes) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
@@ -40,7 +40,7 @@ def plot_comparison(figures: dict[str, dict[str, float]], path: Path) -> None:
         figures: by variant: `auc`, `embedding_bytes`, `samples_per_second`.
         path: the PNG file.
     """
-    pyplot = _pyplot()
+    pyplot = import_pyplot()
     if pyplot is None:
         return
     panels = {
@@ -63,7 +63,7 @@ def plot_comparison(figures: dict[str, dict[str, float]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _pyplot() -> Any:
+def import_pyplot() -> Any:
     try:
         import matplotlib
 
@@ -71,8 +71,7 @@ def _pyplot() -> Any:
         from matplotlib import pyplot
     except ImportError:
         warnings.warn(
-            "no plots: matplotlib is not installed; `pip install matplotlib`, "
-            "or set output.plots to false",
+            "no plots: matplotlib is not installed; `pip install matplotlib`, or ask for none",
             stacklevel=3,
         )
         return None

@@ -174,6 +174,15 @@ class Trainer:
         return True
 
     def _save(self) -> None:
+        """Saves a checkpoint, unless its weights are spoilt.
+
+        Raises:
+            FloatingPointError: they are, on any rank; the last good checkpoint is still there.
+        """
+        spoilt = torch.tensor(float(bool(self._spoilt_parameters())), device=self._device)
+        dist.all_reduce(spoilt)
+        if spoilt:
+            raise FloatingPointError(self._describe_divergence())
         rank_state = {"window": self._window.sums()}
         self._checkpoints.save(self.model, self.optimizer, self._progress, rank_state)
 
@@ -260,7 +269,7 @@ class Trainer:
         window, self._window = self._window, _Window(self._device)
         loss, samples_per_second = window.close()
         if not math.isfinite(loss):
-            raise FloatingPointError(self._describe_divergence(loss))
+            raise FloatingPointError(self._describe_divergence(f"the training loss is {loss}"))
         values = {"loss": loss}
         # The speed of an epoch's last few small batches would say little.
         if window.steps >= self._config.train.log_every_steps or not self._last_speed():
@@ -273,13 +282,16 @@ class Trainer:
         speeds = (row.get("samples_per_second") for row in reversed(self._progress.history))
         return next((speed for speed in speeds if speed), 0.0)
 
-    def _describe_divergence(self, loss: float) -> str:
-        bad = [n for n, p in self.model.named_parameters() if not torch.isfinite(p).all()]
-        where = f"not finite on rank {self._rank}: {', '.join(bad[:5])}" if bad else ""
+    def _spoilt_parameters(self) -> list[str]:
+        """Names of those of this rank that are not finite."""
+        return [n for n, p in self.model.named_parameters() if not torch.isfinite(p).all()]
+
+    def _describe_divergence(self, what: str = "weights are not finite") -> str:
+        spoilt = self._spoilt_parameters()
+        where = f"not finite on rank {self._rank}: {', '.join(spoilt[:5])}" if spoilt else ""
         return (
-            f"the training loss is {loss} at step {self._progress.steps} (epoch "
-            f"{self._progress.epoch + 1}). Try lower learning rates (optim.tt, optim.embedding, "
-            f"optim.dense). {where}"
+            f"{what} at step {self._progress.steps} (epoch {self._progress.epoch + 1}). "
+            f"Try lower learning rates (optim.tt, optim.embedding, optim.dense). {where}"
         )
 
     def _evaluate_epoch(self) -> None:

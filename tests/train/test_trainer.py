@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ecorec_torchrec.train.checkpoint import Checkpoints, read_progress
-from ecorec_torchrec.train.config import OptimizerConfig, TrainConfig
+from ecorec_torchrec.train.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from ecorec_torchrec.train.launch import process_group
 from ecorec_torchrec.train.run import hashing_rows, run
 from ecorec_torchrec.train.run_folder import prepare_run_folder
@@ -261,6 +262,21 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny_config: TrainConfig) -> No
     tiny_config.optim.dense = OptimizerConfig(name="sgd", learning_rate=1e30)
     with pytest.raises(FloatingPointError, match="loss is nan at step 5 .*not finite on rank 0"):
         run_alone(tiny_config)
+
+
+def test_spoilt_weights_do_not_replace_the_last_good_checkpoint(
+    tiny_config: TrainConfig, tmp_path: Path
+) -> None:
+    """Also where checkpoints are more frequent than lines of the log, which is where one looks."""
+    tiny_config.optim.dense = OptimizerConfig(name="sgd", learning_rate=1e30)
+    tiny_config.train.log_every_steps = 1000
+    tiny_config.checkpoint = CheckpointConfig(keep=1, every_steps=1)
+    with pytest.raises(FloatingPointError, match="not finite at step .*on rank 0: "):
+        run_alone(tiny_config)
+    (checkpoint,) = Path(tiny_config.output.folder).rglob("step-*")
+    dcp_to_torch_save(checkpoint, tmp_path / "state.pt")
+    weights = torch.load(tmp_path / "state.pt", weights_only=False)["model"]
+    assert weights and all(torch.isfinite(weight).all() for weight in weights.values())
 
 
 def test_guessing_is_warned_of(tiny_config: TrainConfig) -> None:

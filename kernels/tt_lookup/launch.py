@@ -7,14 +7,15 @@ gfx942: no spilled registers, shared memory within the chip
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
 _MIN_DOT = 16
 """What the matrix units of all targets take: smaller sides are padded."""
-_NUM_STAGES = 2
 _MAX_REGISTERS = 128
+_MAX_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Blocks:
     n: int
     k: int
     num_warps: int = 4
+    num_stages: int = 2
 
     @property
     def schedule(self) -> dict[str, int]:
@@ -33,8 +35,20 @@ class Blocks:
         Left to itself NVIDIA's assembler spills a few registers to fit more warps on the chip,
         while using a fourth of what it may: a stated limit stops that.
         """
-        options = {"num_warps": self.num_warps, "num_stages": _NUM_STAGES}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if torch.version.hip is not None else options | {"maxnreg": _MAX_REGISTERS}
+
+    def varied(
+        self, warps_factor: int, num_stages: int, *, m: int | None = None, n: int | None = None
+    ) -> Blocks:
+        """The same tile with more warps or other stages, its sides at most `m` and `n`."""
+        return replace(
+            self,
+            m=min(self.m, m or self.m),
+            n=min(self.n, n or self.n),
+            num_warps=min(self.num_warps * warps_factor, _MAX_WARPS),
+            num_stages=num_stages,
+        )
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,28 @@ class LaunchConfig:
             gather=_gather_blocks(q1 * q2 * q3),
             pieces0=_sum_blocks(q1 * r1),
             pieces2=_sum_blocks(r2 * q3),
+        )
+
+    def candidates(self) -> list[LaunchConfig]:
+        """What a search may choose from (`autotune.py`), this configuration first.
+
+        Only the sides that no sum runs over, warps and stages vary: the order in which the kernels
+        add is the same in all. How a GPU adds within one matrix instruction, or across the threads
+        of a program, may still depend on them, and with it the last bits.
+        """
+        return list(
+            dict.fromkeys(
+                replace(
+                    self,
+                    prefix=self.prefix.varied(warps, stages, n=side),
+                    row=self.row.varied(warps, stages, m=side),
+                    prefix_grad=self.prefix_grad.varied(warps, stages, m=side, n=side),
+                    left_grad=self.left_grad.varied(warps, stages, n=side),
+                    core1_grad=self.core1_grad.varied(warps, stages, m=side, n=side),
+                    core2_grad=self.core2_grad.varied(warps, stages, m=side),
+                )
+                for side, warps, stages in product((64, 32), (1, 2), (2, 3))
+            )
         )
 
 

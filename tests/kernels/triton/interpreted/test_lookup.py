@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ecorec_torchrec.kernels.tt_index import TableBatch
-from ecorec_torchrec.kernels.tt_lookup import triton_engine
+from ecorec_torchrec.kernels.tt_lookup import triton_lookup
 from ecorec_torchrec.kernels.tt_lookup.triton_parts import choose_cut
 
 RELATIVE_ERROR = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -131,7 +131,7 @@ def test_parts_change_no_bit(lookup_case, dtype, monkeypatch):
     """Under a small workspace limit the batch is cut; a bag's sum and all gradients stay equal."""
     cuts = []
     monkeypatch.setattr(
-        triton_engine, "choose_cut", lambda *args: cuts.append(choose_cut(*args)) or cuts[-1]
+        triton_lookup, "choose_cut", lambda *args: cuts.append(choose_cut(*args)) or cuts[-1]
     )
     case = weighted(make_case(lookup_case, 70, (32, 2, 2), 5, 6, dtype=dtype))
     whole = case.run(backend="triton")

@@ -8,7 +8,10 @@ NPROC ?= 2
 TEST_WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile
 
-.PHONY: help install demo test test-long test-newest check bench docs clean
+GPU_CSV ?= docs/benchmarks/gpu_lookup.csv
+SHA ?= $(shell git describe --always --dirty --abbrev=12 --exclude='*' 2>/dev/null)
+
+.PHONY: help install demo test test-long test-newest gpu-check check bench docs clean
 
 help:
 	@echo "make install     environment in $(VENV) (STACK=$(STACK); cpu, cuda or newest)"
@@ -16,6 +19,7 @@ help:
 	@echo "make test        the test suite, under 15 minutes on 2 cores"
 	@echo "make test-long   the longer proofs too"
 	@echo "make test-newest the test suite on the newest torch and torchrec, in .venv-newest"
+	@echo "make gpu-check   device tests and lookup benchmark on a GPU; needs only torch, triton, pytest"
 	@echo "make check       ruff, ruff format, mypy on the installed package"
 	@echo "make bench       CPU lookup benchmark and model quality over seeds, CSVs in docs/benchmarks"
 	@echo "make docs        HTML documentation in docs/_build/html"
@@ -60,6 +64,10 @@ test-long: install
 
 test-newest:
 	$(MAKE) test STACK=newest VENV=.venv-newest
+
+# No install: a bare machine with a GPU will do.
+gpu-check:
+	$(PYTHON) tests/gpu_check.py --csv $(GPU_CSV) --sha "$(SHA)"
 
 # mypy cannot follow the editable install's import hook: it checks a plain copy.
 check: $(VENV)/.installed-dev

@@ -16,6 +16,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -93,6 +94,10 @@ class CompileOptions:
     seed: int = 0
     """Of the draw."""
 
+    candidates: bool = False
+    """Compile every configuration that a search may choose (`ECOREC_TRITON_AUTOTUNE`), 8 times as
+    many, instead of the heuristic's."""
+
     def __post_init__(self) -> None:
         unknown = set(self.targets) - set(SHARED_BYTES_LIMITS)
         if unknown:
@@ -158,7 +163,7 @@ def _jobs(options: CompileOptions) -> list[tuple[Launch, str]]:
     jobs = []
     for hip in (None, "6.4"):
         targets = [t for t in options.targets if t.startswith("sm_") == (hip is None)]
-        launches = _launches(shapes, hip) if targets else []
+        launches = _launches(shapes, hip, options.candidates) if targets else []
         for target in targets:
             if options.sample is not None:
                 generator.shuffle(launches)
@@ -175,12 +180,15 @@ def _ones_first(launches: list[Launch]) -> list[Launch]:
 # What the program launches
 
 
-def _launches(shapes: Sequence[tuple[tuple[int, ...], int]], hip: str | None) -> list[Launch]:
+def _launches(
+    shapes: Sequence[tuple[tuple[int, int, int], int]], hip: str | None, candidates: bool
+) -> list[Launch]:
     """All different launches over shapes, dtypes, arithmetics, poolings and numbers of parts.
 
     Args:
         shapes: column factors and rank.
         hip: what `torch.version.hip` says where the kernels run.
+        candidates: of all configurations that a search may choose.
     """
     found: dict[Launch, None] = {}
     before = torch.get_float32_matmul_precision()
@@ -189,16 +197,17 @@ def _launches(shapes: Sequence[tuple[tuple[int, ...], int]], hip: str | None) ->
             for precision in ("highest", "high"):
                 torch.set_float32_matmul_precision(precision)
                 for col_factors, rank in shapes:
-                    _look_up(col_factors, rank)
+                    _look_up(col_factors, rank, candidates)
     finally:
         torch.set_float32_matmul_precision(before)
     return list(found)
 
 
-def _look_up(col_factors: tuple[int, ...], rank: int) -> None:
+def _look_up(col_factors: tuple[int, int, int], rank: int, candidates: bool) -> None:
     """Plan, forward and backward, in every way that launches something different."""
     from ecorec_torchrec.kernels.tt_index import triton_plan
     from ecorec_torchrec.kernels.tt_lookup import triton_engine, triton_parts
+    from ecorec_torchrec.kernels.tt_lookup.launch import LaunchConfig, dot_precision
 
     batch = TableBatch(("t",), (8_000,), ((20, 40, 10),), col_factors, (rank, rank), ("f",), (0,))
     ids, offsets = torch.randint(8_000, (3_000,)), torch.tensor([0, 1_000, 3_000])
@@ -208,11 +217,18 @@ def _look_up(col_factors: tuple[int, ...], rank: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):  # fp16 differs from bf16 in one conversion
         cores = [torch.zeros(shape, dtype=dtype) for shape in batch.core_shapes]
         grad = torch.zeros(2, batch.embedding_dim, dtype=dtype)
-        for mean, weights in ((False, None), (True, torch.zeros(3_000))):
-            for workspace in (2**40, 0):  # one part; as many as possible
-                with mock.patch.object(triton_parts, "DEFAULT_WORKSPACE_BYTES", workspace):
-                    triton_engine.forward(plan, cores, weights, 1, mean, dtype, None)
-                    triton_engine.backward(grad, plan, cores, weights, 1, mean, True, True, None)
+        heuristic = LaunchConfig.choose(col_factors, (rank, rank), dot_precision(dtype))
+        configs = heuristic.candidates() if candidates else [heuristic]
+        poolings = ((False, None), (True, torch.zeros(3_000)))
+        for (mean, weights), workspace, config in product(
+            poolings,
+            (2**40, 0),  # one part; as many as possible
+            configs,
+        ):
+            common = (plan, cores, weights, 1, mean)
+            with mock.patch.object(triton_parts, "DEFAULT_WORKSPACE_BYTES", workspace):
+                triton_engine.forward(*common, dtype, None, config)
+                triton_engine.backward(grad, *common, True, True, None, config)
 
 
 @contextlib.contextmanager

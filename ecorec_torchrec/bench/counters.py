@@ -18,6 +18,11 @@ from functools import partial
 from torch import Tensor
 
 from ecorec_torchrec.kernels.tt_index import TableBatch, index_plan
+from ecorec_torchrec.kernels.tt_lookup.launch import (
+    PREFIXES_PER_PIECE,
+    ROWS_PER_PIECE,
+    LaunchConfig,
+)
 from ecorec_torchrec.tt import TTSpec
 
 MICRO_BATCH_ROWS = 20_000
@@ -225,6 +230,82 @@ def _grouped(s: _Sizes, w: Workload) -> Work:
     )
 
 
+def triton_kernel_bytes(workload: Workload) -> dict[str, int]:
+    """Bytes that each of our Triton kernels loads and stores in a forward and backward pass of one
+    part without weights, ids left out, by kernel name.
+
+    What programs issue, not what comes from memory: a row of core 1, say, is loaded by every tile
+    of its group, and a prefix again for every few of its rows. Caches serve part of that, so memory
+    sees less. The counts that depend on how prefixes and rows fall into blocks (tiles, steps,
+    pieces) are means; the tests compare them with interpreted runs.
+
+    Example::
+
+        triton_kernel_bytes(Workload.of(ids, offsets, spec))["pool_kernel"]
+    """
+    w, s = workload, _Sizes(workload)
+    (q1, q2, q3), (r1, r2) = w.spec.col_factors, w.spec.ranks
+    config = LaunchConfig.choose((q1, q2, q3), (r1, r2), "ieee")
+    lines, cols = q1 * q2, q2 * r2
+    p1, p2, p3 = w.spec.row_factors
+    tiles = _mean_blocks(w.prefixes, w.groups, config.tile_prefixes)
+    row_steps = _mean_blocks(w.rows, w.prefixes, config.row.n // q3)
+    pieces1 = _mean_blocks(w.prefixes, min(p1, w.prefixes), PREFIXES_PER_PIECE)
+    pieces3 = _mean_blocks(w.rows, min(p3, w.rows), ROWS_PER_PIECE)
+    elements = {
+        # forward and backward
+        "prefix_kernel": 2
+        * (w.prefixes * (s.c1 * _cdiv(cols, config.prefix.n) + s.t) + tiles * s.c2),
+        "row_kernel": row_steps * s.t + w.rows * (s.c3 * _cdiv(lines, config.row.m) + s.dim),
+        "pool_kernel": _pool(s, w),
+        "row_grad_kernel": w.lookups * s.dim + w.rows * s.dim,
+        "core2_piece_kernel": w.rows * (s.t + s.dim * _cdiv(r2, config.core2_grad.m))
+        + pieces3 * s.c3,
+        "prefix_grad_kernel": w.prefixes * s.t
+        + w.rows
+        * (s.dim * _cdiv(r2, config.prefix_grad.n) + s.c3 * _cdiv(lines, config.prefix_grad.m)),
+        "core1_grad_kernel": w.prefixes
+        * (s.c1 * _cdiv(cols, config.core1_grad.n) + s.t * _cdiv(r1, config.core1_grad.m))
+        + p2 * s.c2,
+        "left_grad_kernel": w.prefixes * (s.t * _cdiv(r1, config.left_grad.n) + s.c1)
+        + tiles * s.c2,
+        "core0_piece_kernel": (w.prefixes + pieces1) * s.c1,
+        "sum_pieces_kernel": (pieces1 + p1) * s.c1 + (pieces3 + p3) * s.c3,
+    }
+    return {kernel: round(4 * count) for kernel, count in elements.items()}
+
+
+def _cdiv(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _mean_blocks(entries: int, segments: int, block: int) -> float:
+    """Blocks of `block` entries that segments are cut into, each segment's last one half full."""
+    return min(entries, max(segments, entries / block + segments * (block - 1) / (2 * block)))
+
+
+def _grouped_triton(s: _Sizes, w: Workload) -> Work:
+    """The grouped form of the Triton engine; buffers are sized by what L allows for."""
+    flops, kernel_bytes = _eco_rec(s, w), triton_kernel_bytes(w)
+    forward_bytes = sum(
+        (
+            kernel_bytes["prefix_kernel"] // 2,
+            kernel_bytes["row_kernel"],
+            kernel_bytes["pool_kernel"],
+        )
+    )
+    p1, p2, _ = w.spec.row_factors
+    prefixes, rows = min(w.lookups, p1 * p2), min(w.lookups, w.spec.num_embeddings)
+    return Work(
+        forward_flops=flops.forward_flops,
+        backward_flops=flops.backward_flops,
+        recomputed_flops=flops.recomputed_flops,
+        forward_bytes=forward_bytes,
+        backward_bytes=sum(kernel_bytes.values()) - forward_bytes,
+        workspace_bytes=4 * (rows * s.dim + prefixes * (s.t + s.c1) + s.cores),
+    )
+
+
 def _grouped_fused(s: _Sizes, w: Workload) -> Work:
     """The grouped form of the CPU engine: prefixes stay in the cache, a block at a time."""
     flops = _eco_rec(s, w)
@@ -273,6 +354,7 @@ PATTERNS: dict[str, Callable[[_Sizes, Workload], Work]] = {
     "eco_rec_micro_batched": _eco_rec_micro_batched,
     "eco_rec_tuned": _eco_rec_tuned,
     "grouped": _grouped,
+    "grouped_triton": _grouped_triton,
     "grouped_fused": _grouped_fused,
     "dense": _dense,
 }

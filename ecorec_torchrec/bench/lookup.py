@@ -6,10 +6,13 @@ same float64 result before they are timed.
 
 from __future__ import annotations
 
+import csv
 import importlib.metadata
 import os
 import statistics
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from torch.nn.functional import embedding_bag
 from ecorec_torchrec.bench.counters import Work, single_table
 from ecorec_torchrec.bench.lookup_cases import (
     Cell,
+    CellPlan,
     Contender,
     Step,
     contenders,
@@ -30,6 +34,7 @@ from ecorec_torchrec.bench.measure import (
     PeakMemory,
     append_rows,
     available_bytes,
+    check_columns,
     clock,
     git_sha,
     keep_freed_memory,
@@ -47,11 +52,14 @@ COLUMNS = (
 )  # fmt: skip
 MAX_RELATIVE_ERROR = 1e-4
 """Against float64, of the largest value of a tensor; above it nothing is compared."""
+_MAX_TF32_RELATIVE_ERROR = 1e-2
 
 _MIB = 2**20
 _PROBE_LOOKUPS = 2048
 _TRUTH_LOOKUPS = 512
 _MIN_STEPS = 3
+_SECONDS_OF_RUNS = 4.0
+_LONG_STEP_SECONDS = 5.0
 # The first step of a turn finds in the caches what another contender left there.
 _STEPS_PER_TURN = 2
 _MEMORY_SHARE = 0.8
@@ -104,10 +112,21 @@ class LookupOptions:
     """cpu or cuda."""
 
     repeats: int = 11
-    """Steps per contender."""
+    """Steps per contender: fewer, but 3, where they would take more than 4 seconds. A step of more
+    than 5 seconds is done once, and its check is the run."""
 
     max_seconds: float = 60.0
-    """Time per contender and cell: fewer repeats above it, none where 3 steps do not fit."""
+    """A contender that needs more in a cell is skipped."""
+
+    cells: tuple[int, ...] = ()
+    """Measure only these of the cells, counted from 1 in the order in which they come."""
+
+    resume: bool = False
+    """Skip cells of which the CSV file has rows of the same commit and version of torch."""
+
+    minutes: float = 0.0
+    """Begin no further cell after so long; 0: no limit. With --resume the benchmark is done in
+    pieces."""
 
     keep_freed_memory: bool = True
     """Have the C library keep freed memory, as the allocators used for training do; without it the
@@ -127,17 +146,25 @@ class LookupOptions:
             self.tables, self.lookups = ((20_000, 16, 8),), (2_000,)
             self.threads, self.repeats = (1,), 3
 
-    def cells(self) -> Iterator[Cell]:
+    def plans(self) -> Iterator[CellPlan]:
+        """The cells to measure."""
         if self.trace:
-            for path in self.trace:
-                yield from trace_cells(Path(path), self.tables, self.bag_length)
+            paths = map(Path, self.trace)
+            plans = [x for path in paths for x in trace_cells(path, self.tables, self.bag_length)]
         else:
-            yield from zipf_cells(self.id_orders, self.lookups, self.tables, self.bag_length)
+            plans = list(zipf_cells(self.id_orders, self.lookups, self.tables, self.bag_length))
+        if unknown := [n for n in self.cells if not 1 <= n <= len(plans)]:
+            raise ValueError(f"cells: {unknown} not in 1..{len(plans)}")
+        return (plan for n, plan in enumerate(plans, 1) if not self.cells or n in self.cells)
 
     def thread_counts(self) -> tuple[int, ...]:
         if self.device != "cpu":
             return (torch.get_num_threads(),)
         return tuple(dict.fromkeys(n or os.cpu_count() or 1 for n in self.threads))
+
+
+Run = tuple[float, float, float]
+"""Seconds of forward, backward and update."""
 
 
 @dataclass
@@ -148,13 +175,13 @@ class Result:
     work: Work
     skipped: str = ""
     relative_error: float | None = None
+    error_limit: float = MAX_RELATIVE_ERROR
     peak_bytes: int | None = None
-    runs: list[tuple[float, float, float]] = field(default_factory=list)
-    """Forward, backward and update of each step."""
+    runs: list[Run] = field(default_factory=list)
 
     @property
     def is_right(self) -> bool:
-        return self.relative_error is not None and self.relative_error <= MAX_RELATIVE_ERROR
+        return self.relative_error is not None and self.relative_error <= self.error_limit
 
     @property
     def step_ms(self) -> float:
@@ -214,9 +241,20 @@ def run_lookup(options: LookupOptions) -> Iterator[CellResults]:
     """Measures cell after cell, and appends each to the CSV file as it comes.
 
     Raises:
-        ValueError: a pattern is unknown, or a trace file cannot be used.
+        ValueError: a pattern or cell is unknown, or a file cannot be used.
     """
-    device = torch.device(options.device)
+    path = Path(options.csv)
+    done = _measured_cells(path) if options.resume else set()
+    for results in measure_cells(options, done):
+        append_rows(path, COLUMNS, results.rows())
+        yield results
+
+
+def measure_cells(
+    options: LookupOptions, done: set[tuple[str, ...]] | None = None
+) -> Iterator[CellResults]:
+    """Measures cell after cell, but none whose `(*CellPlan.key, threads)` is in `done`."""
+    device, start = torch.device(options.device), time.monotonic()
     chosen = contenders(device)
     if unknown := set(options.patterns) - {c.pattern for c in chosen}:
         known = ", ".join(dict.fromkeys(c.pattern for c in chosen))
@@ -225,13 +263,31 @@ def run_lookup(options: LookupOptions) -> Iterator[CellResults]:
         chosen = [c for c in chosen if c.pattern in options.patterns]
     if options.keep_freed_memory:
         keep_freed_memory()
-    for cell in options.cells():
+    for plan in options.plans():
+        missing = [n for n in options.thread_counts() if (*plan.key, str(n)) not in (done or ())]
+        if not missing:
+            continue
+        cell = plan.make().to(device)
         truth = _Truth.of(cell)
-        for threads in options.thread_counts():
+        for threads in missing:
+            if options.minutes and time.monotonic() - start > 60 * options.minutes:
+                return
             with torch_threads(threads):
-                results = _measure_cell(cell.to(device), truth, chosen, threads, options)
-            append_rows(Path(options.csv), COLUMNS, results.rows())
-            yield results
+                yield _measure_cell(cell, truth, chosen, threads, options)
+
+
+def _measured_cells(path: Path) -> set[tuple[str, ...]]:
+    """The cells and threads that the CSV file has of this commit and version of torch."""
+    check_columns(path, COLUMNS)
+    if not path.exists():
+        return set()
+    names = ("id_order", "lookups", "rows", "dim", "rank", "threads")
+    with open(path, encoding="utf-8", newline="") as file:
+        return {
+            tuple(row[name] for name in names)
+            for row in csv.DictReader(file)
+            if (row["git_sha"], row["torch"]) == (git_sha(), torch.__version__)
+        }
 
 
 @dataclass(frozen=True)
@@ -287,40 +343,55 @@ def _measure_cell(
     cell: Cell, truth: _Truth, chosen: list[Contender], threads: int, options: LookupOptions
 ) -> CellResults:
     device, workload, grad = cell.ids_L.device, cell.workload(), cell.random_grad()
+    is_ieee = device.type == "cpu" or torch.get_float32_matmul_precision() == "highest"
+    error_limit = MAX_RELATIVE_ERROR if is_ieee else _MAX_TF32_RELATIVE_ERROR
     peaks = [sgemm_peak_gflops(device)]
     results, steps, repeats = [], [], []
     for contender in chosen:
-        result = Result(contender, contender.work(workload))
+        result = Result(contender, contender.work(workload), error_limit=error_limit)
         results.append(result)
         needed = contender.needed_bytes(workload)
+        if not contender.is_importable:
+            result.skipped = f"needs {contender.library}"
+            continue
         if needed > _MEMORY_SHARE * available_bytes(device):
             result.skipped = f"needs {needed / 2**30:.1f} GiB"
             continue
         seconds = _estimate_seconds(contender, cell, result.work)
-        if seconds * _MIN_STEPS > options.max_seconds:
-            result.skipped = f"needs {seconds * _MIN_STEPS:.0f} s"
+        is_long = seconds > _LONG_STEP_SECONDS
+        needed_seconds = seconds * (1 if is_long else 1 + _MIN_STEPS)
+        if needed_seconds > options.max_seconds:
+            result.skipped = f"needs {needed_seconds:.0f} s"
             continue
         step = contender.make(cell)
-        _check(result, step, grad, truth)
+        first_run = _check(result, step, grad, truth)
+        if is_long:
+            result.runs.append(first_run)
+            continue
         steps.append((result, step))
-        affordable = options.repeats if not seconds else int(options.max_seconds / seconds)
+        affordable = int(_SECONDS_OF_RUNS / seconds) if seconds else options.repeats
         repeats.append(min(options.repeats, max(_MIN_STEPS, affordable)))
     for _ in range(0, max(repeats, default=0), _STEPS_PER_TURN):
         for (result, step), count in zip(steps, repeats, strict=True):
             for _ in range(min(_STEPS_PER_TURN, count - len(result.runs))):
-                result.runs.append(_timed_step(step, grad, device))
+                result.runs.append(_timed_step(step, grad, device)[1])
         peaks.append(sgemm_peak_gflops(device))
     return CellResults(cell, threads, max(peaks), results)
 
 
-def _timed_step(step: Step, grad: Tensor, device: torch.device) -> tuple[float, float, float]:
-    start = clock(device)
-    output = step.forward()
-    forward = clock(device)
-    step.backward(output, grad)
-    backward = clock(device)
+def _timed_step(
+    step: Step, grad: Tensor, device: torch.device, memory: PeakMemory | None = None
+) -> tuple[Tensor, Run]:
+    """`memory`: told of forward and backward."""
+    with memory or nullcontext():
+        start = clock(device)
+        output = step.forward()
+        forward = clock(device)
+        step.backward(output, grad)
+        backward = clock(device)
+    update = clock(device)
     step.update()
-    return forward - start, backward - forward, clock(device) - backward
+    return output, (forward - start, backward - forward, clock(device) - update)
 
 
 def _estimate_seconds(contender: Contender, cell: Cell, work: Work) -> float:
@@ -330,30 +401,28 @@ def _estimate_seconds(contender: Contender, cell: Cell, work: Work) -> float:
     head = cell.head(_PROBE_LOOKUPS)
     step, grad = contender.make(head), head.random_grad()
     device = cell.ids_L.device
-    seconds = min(sum(_timed_step(step, grad, device)) for _ in range(2))
+    seconds = min(sum(_timed_step(step, grad, device)[1]) for _ in range(2))
     small = contender.work(head.workload())
     return seconds * max(work.useful_flops / small.useful_flops, work.num_bytes / small.num_bytes)
 
 
-def _check(result: Result, step: Step, grad: Tensor, truth: _Truth) -> None:
-    """One step: its peak of memory, and how far it is from the truth (dense tables: their output
-    from that of their own rows in float64)."""
+def _check(result: Result, step: Step, grad: Tensor, truth: _Truth) -> Run:
+    """One step: its times, its peak of memory, and how far it is from the truth (dense tables:
+    their output from that of their own rows in float64)."""
     device = grad.device
     if result.contender.is_dense:
-        output = step.forward()
-        result.relative_error = _relative_error(output, _dense_truth(step))
-        step.backward(output, grad)
-        step.update()
-        return
-    with PeakMemory(device) as memory:
-        output = step.forward()
-        step.backward(output, grad)
-        clock(device)
+        expected = _dense_truth(step)
+        output, run = _timed_step(step, grad, device)
+        result.relative_error = _relative_error(output, expected)
+        return run
+    memory = PeakMemory(device)
+    output, run = _timed_step(step, grad, device, memory)
     parameters = step.parameters  # type: ignore[attr-defined]
     core_grads = [p.grad.view_as(x) for p, x in zip(parameters, truth.core_grads, strict=True)]
     kept = output.nbytes + sum(core_grad.nbytes for core_grad in core_grads)
     result.peak_bytes = None if memory.peak_bytes is None else max(0, memory.peak_bytes - kept)
     result.relative_error = _Truth(output.detach(), core_grads).relative_error(truth)
+    return run
 
 
 def _dense_truth(step) -> Tensor:  # type: ignore[no-untyped-def]

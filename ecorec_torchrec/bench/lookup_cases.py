@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
@@ -58,25 +60,48 @@ class Cell:
         return torch.randn(shape, generator=generator).to(self.ids_L.device)
 
 
+@dataclass(frozen=True)
+class CellPlan:
+    """A cell whose ids are not drawn yet."""
+
+    id_order: str
+    lookups: int
+    spec: TTSpec
+    bag_length: int
+    draw: Callable[[], Tensor]
+    """The ids."""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """As in the columns `id_order, lookups, rows, dim, rank` of the CSV file."""
+        spec = self.spec
+        numbers = self.lookups, spec.num_embeddings, spec.embedding_dim, spec.ranks[0]
+        return self.id_order, *map(str, numbers)
+
+    def make(self) -> Cell:
+        offsets = torch.arange(self.lookups // self.bag_length + 1) * self.bag_length
+        return Cell(self.id_order, self.draw(), offsets, self.spec)
+
+
 def zipf_cells(
     id_orders: Iterable[str],
     lookups: Iterable[int],
     tables: Iterable[tuple[int, int, int]],
     bag_length: int,
-) -> Iterator[Cell]:
+) -> Iterator[CellPlan]:
     """All cells of id order x (rows, dim, rank) x lookups; bags of equal length."""
     for num_rows, dim, rank in tables:
         spec = TTSpec.suggest(num_rows, dim, rank=rank)
         for id_order in id_orders:
-            for num_lookups in lookups:
-                num_bags = max(num_lookups // bag_length, 1)
-                ids = zipf_ids(num_bags * bag_length, num_rows, id_order=id_order)  # type: ignore[arg-type]
-                yield Cell(id_order, ids, torch.arange(num_bags + 1) * bag_length, spec)
+            for wanted in lookups:
+                num_lookups = max(wanted // bag_length, 1) * bag_length
+                draw = partial(zipf_ids, num_lookups, num_rows, id_order=id_order)  # type: ignore[arg-type]
+                yield CellPlan(id_order, num_lookups, spec, bag_length, draw)
 
 
 def trace_cells(
     path: Path, tables: Iterable[tuple[int, int, int]], bag_length: int
-) -> Iterator[Cell]:
+) -> Iterator[CellPlan]:
     """The ids of a file, one a line, under each distinct (dim, rank) of the tables.
 
     Raises:
@@ -87,14 +112,13 @@ def trace_cells(
         if not line.strip().isdigit():
             raise ValueError(f"{path}, line {number}: {line.strip()!r} is not an id >= 0")
         ids.append(int(line))
-    num_bags = len(ids) // bag_length
-    if not num_bags:
+    num_lookups = len(ids) // bag_length * bag_length
+    if not num_lookups:
         raise ValueError(f"{path} has {len(ids)} ids, a bag has {bag_length}")
-    ids_L = torch.tensor(ids[: num_bags * bag_length])
+    ids_L = torch.tensor(ids[:num_lookups])
     for dim, rank in dict.fromkeys((dim, rank) for _, dim, rank in tables):
         spec = TTSpec.suggest(max(ids) + 1, dim, rank=rank)
-        offsets = torch.arange(num_bags + 1) * bag_length
-        yield Cell(f"trace:{path.stem}", ids_L, offsets, spec)
+        yield CellPlan(f"trace:{path.stem}", num_lookups, spec, bag_length, ids_L.clone)
 
 
 class Step(Protocol):
@@ -114,16 +138,26 @@ class Contender:
         engine: by what: torch, numba, triton or fbgemm.
         counter: its key in `counters.PATTERNS`.
         make: builds the step of a cell.
+        library: what it imports beside torch.
     """
 
     pattern: str
     engine: str
     counter: str
     make: Callable[[Cell], Step]
+    library: str = ""
 
     @property
     def is_dense(self) -> bool:
         return self.counter == "dense"
+
+    @property
+    def is_importable(self) -> bool:
+        try:
+            import_module(self.library or "torch")
+        except Exception:  # a library that does not fit the others fails in many ways
+            return False
+        return True
 
     def work(self, workload: Workload) -> Work:
         return count(self.counter, workload)
@@ -222,43 +256,54 @@ class _TBEStep:
 
 
 def contenders(device: torch.device) -> list[Contender]:
-    """All that can run on the device, ours first."""
-    engines = ["triton"] if device.type == "cuda" else ["numba"]
-    fast, fast_counter = engines[0], "grouped" if device.type == "cuda" else "grouped_fused"
+    """All for the device, ours first. Triton also runs on the CPU if it interprets its kernels."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    fast = "triton" if device.type == "cuda" or interpreted else "numba"
+    fast_counter = "grouped_triton" if fast == "triton" else "grouped_fused"
     ours = [
-        Contender("grouped", fast, fast_counter, _tt(partial(_grouped, engine=fast), _sgd)),
+        Contender("grouped", fast, fast_counter, _tt(partial(_grouped, engine=fast), _sgd), fast),
         Contender(
             "grouped_rowwise_adagrad", fast, fast_counter,
-            _tt(partial(_grouped, engine=fast), _rowwise_adagrad),
+            _tt(partial(_grouped, engine=fast), _rowwise_adagrad), "torchrec",
         ),
         Contender("grouped", "torch", "grouped", _tt(partial(_grouped, engine="torch"), _sgd)),
     ]  # fmt: skip
-    papers: list[tuple[str, str, str, Pattern]] = [
-        ("eco_rec", "torch", "eco_rec", baselines.EcoRec(None)),
-        ("eco_rec_micro_batched", "torch", "eco_rec_micro_batched", baselines.EcoRec()),
-        ("el_rec", "torch", "el_rec", baselines.ELRec()),
-        ("tt_rec", "torch", "tt_rec", baselines.TTRec()),
-        ("tt_rec_chunk_20000", "torch", "tt_rec_chunk_20000", baselines.TTRec(20_000)),
+    papers: list[tuple[str, str, str, Callable[[], Pattern]]] = [
+        ("eco_rec", "torch", "eco_rec", lambda: baselines.EcoRec(None)),
+        ("eco_rec_micro_batched", "torch", "eco_rec_micro_batched", lambda: baselines.EcoRec()),
+        ("el_rec", "torch", "el_rec", lambda: baselines.ELRec()),
+        ("tt_rec", "torch", "tt_rec", lambda: baselines.TTRec()),
+        ("tt_rec_chunk_20000", "torch", "tt_rec_chunk_20000", lambda: baselines.TTRec(20_000)),
     ]
-    if device.type == "cpu":
+    if fast == "numba":
         papers = [
-            ("eco_rec_tuned", "numba", "eco_rec_tuned", baselines.NumbaEcoRecTuned()),
-            ("eco_rec", "numba", "eco_rec", baselines.NumbaEcoRec(None)),
-            ("eco_rec_micro_batched", "numba", "eco_rec_micro_batched", baselines.NumbaEcoRec()),
+            ("eco_rec_tuned", "numba", "eco_rec_tuned", lambda: baselines.NumbaEcoRecTuned()),
+            ("eco_rec", "numba", "eco_rec", lambda: baselines.NumbaEcoRec(None)),
+            (
+                "eco_rec_micro_batched", "numba", "eco_rec_micro_batched",
+                lambda: baselines.NumbaEcoRec(),
+            ),
             *papers,
-        ]
+        ]  # fmt: skip
     dense = [
-        Contender("dense_sgd", "fbgemm", "dense", partial(_TBEStep, optimizer="EXACT_SGD")),
+        Contender(
+            "dense_sgd", "fbgemm", "dense", partial(_TBEStep, optimizer="EXACT_SGD"), "fbgemm_gpu"
+        ),
         Contender(
             "dense_rowwise_adagrad", "fbgemm", "dense",
-            partial(_TBEStep, optimizer="EXACT_ROWWISE_ADAGRAD"),
+            partial(_TBEStep, optimizer="EXACT_ROWWISE_ADAGRAD"), "fbgemm_gpu",
         ),
         Contender("dense_sgd", "torch", "dense", _DenseStep),
     ]  # fmt: skip
     return [
         *ours,
-        *(Contender(name, engine, counter, _tt(partial(_baseline, pattern=pattern), _sgd))
-          for name, engine, counter, pattern in papers),
+        *(
+            Contender(
+                name, engine, counter, _tt(partial(_baseline, make_pattern=make), _sgd),
+                "numba" if engine == "numba" else "",
+            )
+            for name, engine, counter, make in papers
+        ),
         *dense,
     ]  # fmt: skip
 
@@ -278,9 +323,9 @@ def _grouped(cell: Cell, cores: list[Tensor], engine: str) -> Tensor:
     )  # fmt: skip
 
 
-def _baseline(cell: Cell, cores: list[Tensor], pattern: Pattern) -> Tensor:
+def _baseline(cell: Cell, cores: list[Tensor], make_pattern: Callable[[], Pattern]) -> Tensor:
     return baseline_embedding_bag(
-        cell.ids_L, cell.offsets, cores, cell.spec, pattern, include_last_offset=True
+        cell.ids_L, cell.offsets, cores, cell.spec, make_pattern(), include_last_offset=True
     )
 
 

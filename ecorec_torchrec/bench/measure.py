@@ -51,8 +51,10 @@ def zipf_ids(
     return ids
 
 
-def sgemm_peak_gflops(device: torch.device, size: int = 1024, repeats: int = 7) -> float:
-    """GFLOP/s of the best of some fp32 products of two square matrices, at the set threads."""
+def sgemm_peak_gflops(device: torch.device, repeats: int = 7) -> float:
+    """GFLOP/s of the best of some fp32 products of two square matrices, at the set threads and
+    matmul precision."""
+    size = 1024 if device.type == "cpu" else 8192
     a, b = torch.rand(size, size, device=device), torch.rand(size, size, device=device)
     out = torch.empty_like(a)
     seconds = []
@@ -61,6 +63,18 @@ def sgemm_peak_gflops(device: torch.device, size: int = 1024, repeats: int = 7) 
         torch.mm(a, b, out=out)
         seconds.append(clock(device) - start)
     return 2 * size**3 / min(seconds) / 1e9
+
+
+def copy_gbytes_per_second(device: torch.device, repeats: int = 7) -> float:
+    """The best of some copies of memory that no cache holds; bytes read and written."""
+    source = torch.zeros(2**26 if device.type == "cpu" else 2**28, device=device)
+    target = torch.zeros_like(source)
+    seconds = []
+    for _ in range(repeats):
+        start = clock(device)
+        target.copy_(source)
+        seconds.append(clock(device) - start)
+    return 2 * source.nbytes / min(seconds) / 1e9
 
 
 def clock(device: torch.device) -> float:

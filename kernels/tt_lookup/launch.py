@@ -17,6 +17,11 @@ _MIN_DOT = 16
 _MAX_REGISTERS = 128
 _MAX_WARPS = 8
 
+LOOKUPS_PER_PIECE = 128
+PREFIXES_PER_PIECE = 32
+ROWS_PER_PIECE = 64
+"""Entries of a piece of a long sum (`triton_backward.py`); with them the bits would change."""
+
 
 @dataclass(frozen=True)
 class Blocks:

@@ -9,12 +9,10 @@ from torch import Tensor
 from triton import cdiv
 
 from . import triton_backward as bwd
+from .launch import LOOKUPS_PER_PIECE, PREFIXES_PER_PIECE, ROWS_PER_PIECE
 from .triton_lookup import Lookup, owners
 from .triton_parts import Cut, Parts
 
-_LOOKUPS_PER_PIECE = 128
-_PREFIXES_PER_PIECE = 32
-_ROWS_PER_PIECE = 64
 _INDEX_BYTES_PER_ENTRY = 64
 """Bound for a sort's keys, values and temporaries, per entry."""
 
@@ -63,10 +61,10 @@ class CoreGrads:
         plan, cores, bounds = lookup.plan, lookup.cores, lookup.bounds
         self._lookup, self._parts, self._grad = lookup, parts, grad
         self._by_i1 = _Segments.of(
-            plan.i1_P[: bounds.prefixes], plan.counts[1], cores[0], _PREFIXES_PER_PIECE
+            plan.i1_P[: bounds.prefixes], plan.counts[1], cores[0], PREFIXES_PER_PIECE
         )
         self._by_i3 = _Segments.of(
-            plan.i3_U[: bounds.rows], plan.counts[0], cores[2], _ROWS_PER_PIECE
+            plan.i3_U[: bounds.rows], plan.counts[0], cores[2], ROWS_PER_PIECE
         )
         self._prefix_of_row_U = owners(plan.prefix_starts, bounds.rows)
         self._row_pieces = self._sum_row_pieces()
@@ -77,10 +75,10 @@ class CoreGrads:
     def nbytes(lookup: Lookup, cut: Cut) -> int:
         """Bytes beside the gradients and the buffers of prefixes and rows."""
         cores, bounds = lookup.cores, lookup.bounds
-        num_pieces = lookup.plan.num_lookups // _LOOKUPS_PER_PIECE
+        num_pieces = lookup.plan.num_lookups // LOOKUPS_PER_PIECE
         return (
-            _Segments.nbytes(bounds.prefixes, cores[0], _PREFIXES_PER_PIECE)
-            + _Segments.nbytes(bounds.rows, cores[2], _ROWS_PER_PIECE)
+            _Segments.nbytes(bounds.prefixes, cores[0], PREFIXES_PER_PIECE)
+            + _Segments.nbytes(bounds.rows, cores[2], ROWS_PER_PIECE)
             + 16 * bounds.rows
             + num_pieces * (4 * lookup.dim + 16)
             + 4 * cut.largest.prefixes * cores[0][0].numel()
@@ -100,8 +98,8 @@ class CoreGrads:
         core0_grad, core2_grad = torch.empty_like(core0), torch.empty_like(core2)
         config = self._lookup.config
         for grad, segments, per_piece, blocks in (
-            (core0_grad, self._by_i1, _PREFIXES_PER_PIECE, config.pieces0),
-            (core2_grad, self._by_i3, _ROWS_PER_PIECE, config.pieces2),
+            (core0_grad, self._by_i1, PREFIXES_PER_PIECE, config.pieces0),
+            (core2_grad, self._by_i3, ROWS_PER_PIECE, config.pieces2),
         ):
             size = segments.pieces.shape[1]
             bwd.sum_pieces_kernel[(grad.shape[0], cdiv(size, blocks.n))](
@@ -117,12 +115,12 @@ class CoreGrads:
 
     def _sum_row_pieces(self) -> Tensor:
         lookup, plan, blocks = self._lookup, self._lookup.plan, self._lookup.config.gather
-        num_pieces = plan.num_lookups // _LOOKUPS_PER_PIECE
+        num_pieces = plan.num_lookups // LOOKUPS_PER_PIECE
         pieces = lookup.new_buffer(num_pieces, lookup.dim)
         if not num_pieces:
             return pieces
         ends = torch.arange(1, num_pieces + 1, dtype=torch.int32, device=pieces.device)
-        last_positions = ends * _LOOKUPS_PER_PIECE - 1
+        last_positions = ends * LOOKUPS_PER_PIECE - 1
         bwd.row_piece_kernel[(num_pieces, cdiv(lookup.dim, blocks.n))](
             self._grad,
             torch.searchsorted(plan.row_starts, last_positions, right=True, out_int32=True) - 1,
@@ -136,8 +134,8 @@ class CoreGrads:
             lookup.num_features,
             D=lookup.dim,
             MEAN=lookup.mean,
-            PIECE=_LOOKUPS_PER_PIECE,
-            STEP=min(4 * blocks.m, _LOOKUPS_PER_PIECE),
+            PIECE=LOOKUPS_PER_PIECE,
+            STEP=min(4 * blocks.m, LOOKUPS_PER_PIECE),
             BLOCK_N=blocks.n,
             **blocks.schedule,
         )
@@ -160,7 +158,7 @@ class CoreGrads:
             lookup.num_features,
             D=lookup.dim,
             MEAN=lookup.mean,
-            PIECE=_LOOKUPS_PER_PIECE,
+            PIECE=LOOKUPS_PER_PIECE,
             BLOCK_M=blocks.m,
             BLOCK_N=blocks.n,
             UNROLL=blocks.k,
@@ -199,7 +197,7 @@ class CoreGrads:
             M=lookup.q[0] * lookup.q[1],
             R2=lookup.r[1],
             Q3=lookup.q[2],
-            PIECE=_ROWS_PER_PIECE,
+            PIECE=ROWS_PER_PIECE,
             **lookup.product(blocks),
         )
 
@@ -248,7 +246,7 @@ class CoreGrads:
             self._parts.cuts,
             part,
             SIZE=size,
-            PIECE=_PREFIXES_PER_PIECE,
+            PIECE=PREFIXES_PER_PIECE,
             BLOCK_N=blocks.n,
             **blocks.schedule,
         )

@@ -53,7 +53,9 @@ def test_variants_differ_in_what_they_hold(ones: Workload) -> None:
         assert small_work.useful_flops == work.useful_flops
         assert small_work.num_bytes == work.num_bytes
         assert small_work.workspace_bytes < 0.4 * work.workspace_bytes
-    assert set(BY_HAND) | {"tt_rec_chunk_20000", "eco_rec_micro_batched"} == set(PATTERNS)
+    # grouped_triton: tests/kernels/triton/device/test_traffic.py counts its loads and stores.
+    others = {"tt_rec_chunk_20000", "eco_rec_micro_batched", "grouped_triton"}
+    assert set(BY_HAND) | others == set(PATTERNS)
 
 
 def papers_case(lookups: int, rows: int, prefixes: int, rank: int) -> Workload:
@@ -73,10 +75,11 @@ TRAFFIC_CASES = {
 
 @pytest.mark.parametrize("case", TRAFFIC_CASES)
 def test_traffic_of_the_papers_cases(case: str) -> None:
-    """Ours moves at most a third of what EcoRec moves, in every case."""
+    """Ours moves at most a third of what EcoRec moves, in every case; the Triton kernels even if no
+    cache served any of their loads."""
     workload, *gigabytes = TRAFFIC_CASES[case]
     for pattern, expected in zip(("tt_rec", "el_rec", "eco_rec"), gigabytes, strict=True):
         assert count(pattern, workload).num_bytes / 1e9 == pytest.approx(expected, rel=0.02)
     limit = count("eco_rec", workload).num_bytes / 3
-    assert count("grouped", workload).num_bytes <= limit
-    assert count("grouped_fused", workload).num_bytes <= limit
+    for pattern in ("grouped", "grouped_triton", "grouped_fused"):
+        assert count(pattern, workload).num_bytes <= limit, pattern

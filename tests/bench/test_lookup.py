@@ -143,6 +143,40 @@ def test_plot(measured: tuple[list[CellResults], Path], tmp_path: Path) -> None:
     assert (tmp_path / "lookup.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_a_benchmark_is_done_in_pieces(tmp_path: Path) -> None:
+    """`cells` chooses, `minutes` ends, `resume` goes on where rows are missing."""
+
+    def run(**options) -> list[tuple[int, str]]:  # noqa: ANN003
+        options = LookupOptions(
+            quick=True, keep_freed_memory=False, csv=str(tmp_path / "lookup.csv"),
+            patterns=("grouped",), **options,
+        )  # fmt: skip
+        options.lookups = (500, 1_000)
+        results = run_lookup(options)
+        return [(len(r.cell.ids_L), r.cell.id_order) for r in results]
+
+    assert run(cells=(2,)) == [(1_000, "hashed")]
+    assert run(resume=True, minutes=1e-9) == []
+    others = [(500, "hashed"), (500, "frequency"), (1_000, "frequency")]
+    assert run(resume=True) == others
+    assert run(resume=True) == []
+    with pytest.raises(ValueError, match=r"cells: \[5\] not in 1..4"):
+        run(cells=(5,))
+
+
+def test_a_long_step_is_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "_estimate_seconds", lambda *_: 7.0)
+    options = LookupOptions(
+        quick=True, keep_freed_memory=False, csv=str(tmp_path / "x.csv"),
+        patterns=("grouped",), id_orders=("hashed",),
+    )  # fmt: skip
+    [cell] = run_lookup(options)
+    assert all(len(result.runs) == 1 and result.is_right for result in cell.results)
+    options.max_seconds = 6.5
+    [cell] = run_lookup(options)
+    assert all(result.skipped == "needs 7 s" for result in cell.results)
+
+
 def test_trace_file(tmp_path: Path) -> None:
     trace, path = tmp_path / "ids.txt", tmp_path / "lookup.csv"
     trace.write_text("\n".join(str(i * 37 % 500) for i in range(101)))

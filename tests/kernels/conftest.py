@@ -48,6 +48,8 @@ class LookupCase:
     cores: list[Tensor]
     weights_L: Tensor | None
     mode: str
+    device: str = "cpu"
+    """Where `run` computes; its results are on the CPU."""
 
     @property
     def bags_per_feature(self) -> int:
@@ -55,20 +57,22 @@ class LookupCase:
 
     def run(self, **options) -> tuple[Tensor, list[Tensor], Tensor | None]:  # noqa: ANN003
         """Output, core gradients and weights gradient for the loss sum(output * fixed numbers)."""
-        cores = [core.detach().clone().requires_grad_() for core in self.cores]
-        weights = None if self.weights_L is None else self.weights_L.clone().requires_grad_()
+        cores = [core.to(self.device, copy=True).requires_grad_() for core in self.cores]
+        weights = None
+        if self.weights_L is not None:
+            weights = self.weights_L.to(self.device, copy=True).requires_grad_()
         output = batched_tt_embedding_bag(
-            self.indices_L,
-            self.offsets,
+            self.indices_L.to(self.device),
+            self.offsets.to(self.device),
             cores,
             self.batch,
             mode=self.mode,
             per_sample_weights=weights,
             **options,
         )
-        output.backward(self.grad(output.dtype))
-        weights_grad = None if weights is None else weights.grad
-        return output.detach(), [core.grad for core in cores], weights_grad
+        output.backward(self.grad(output.dtype).to(self.device))
+        weights_grad = None if weights is None else weights.grad.cpu()
+        return output.detach().cpu(), [core.grad.cpu() for core in cores], weights_grad
 
     def grad(self, dtype: torch.dtype) -> Tensor:
         num_bags, width = self.bags_per_feature, self.batch.num_features * self.batch.embedding_dim

@@ -1,10 +1,12 @@
-"""Tests under `interpreted/` run kernels in Triton's interpreter, in a process of their own.
+"""Tests under `device/` run kernels: on a GPU if there is one, else in Triton's interpreter.
 
-The interpreter is chosen when Triton is imported. `test_interpreter.py` starts that process; by
-hand: `TRITON_INTERPRET=1 pytest tests/kernels/triton/interpreted`.
+The interpreter is chosen when Triton is imported, so it needs a process of its own, which
+`test_interpreter.py` starts. By hand: `TRITON_INTERPRET=1 pytest tests/kernels/triton/device`.
 """
 
 import os
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    collect_ignore = ["interpreted"]
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+    collect_ignore = ["device"]

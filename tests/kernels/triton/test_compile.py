@@ -36,16 +36,23 @@ CHECK = """
 import json, sys
 from pathlib import Path
 from ecorec_torchrec.bench.compile_check import CompileOptions, compile_check
-options = CompileOptions(csv=Path(sys.argv[1]), sample=int(sys.argv[2]), seed=0)
+options = CompileOptions(csv=Path(sys.argv[1]), **json.loads(sys.argv[2]))
 print(json.dumps(compile_check(options)))
 """
 
 
-def test_sample_compiles_without_spills(tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [{"targets": ["sm_80", "sm_90", "sm_100", "gfx942"]},
+     {"targets": ["sm_90"], "candidates": True}],
+    ids=["heuristic", "candidates"],
+)  # fmt: skip
+def test_sample_compiles_without_spills(tmp_path, options):
     out = tmp_path / "compile.csv"
+    options |= {"sample": len(KERNELS)}
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", CHECK, str(out), str(len(KERNELS))],
+        [sys.executable, "-c", CHECK, str(out), json.dumps(options)],
         env=environment,
         capture_output=True,
         text=True,
@@ -55,7 +62,7 @@ def test_sample_compiles_without_spills(tmp_path):
     with out.open() as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["kernel", "config", "target", "registers", "shared_bytes", "spills"]
-    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
+    for target in options["targets"]:
         compiled = [row for row in rows if row["target"] == target]
         assert {row["kernel"] for row in compiled} == KERNELS
         assert all(int(row["registers"]) > 0 for row in compiled)

@@ -22,35 +22,43 @@ def make_input(num_lookups, bags_per_feature, highest=29):
     return torch.randint(highest, (num_lookups,)), offsets
 
 
-def assert_same_plan(indices, offsets, batch=BATCH):
-    expected, first_out_of_range = reference.build_plan(indices, offsets, batch)
-    plan, first_on_device = triton_plan.build_plan(indices, offsets, batch)
-    for name, actual, wanted in zip(plan._fields, plan, expected, strict=True):
-        assert actual.dtype == wanted.dtype == torch.int32, name
-        assert torch.equal(actual, wanted), name
-    assert int(first_on_device) == first_out_of_range
+@pytest.fixture
+def assert_same_plan(device):
+    def check(indices, offsets, batch=BATCH):
+        expected, first_out_of_range = reference.build_plan(indices, offsets, batch)
+        plan, first_on_device = triton_plan.build_plan(
+            indices.to(device), offsets.to(device), batch
+        )
+        for name, actual, wanted in zip(plan._fields, plan, expected, strict=True):
+            assert actual.dtype == wanted.dtype == torch.int32, name
+            assert torch.equal(actual.cpu(), wanted), name
+        assert int(first_on_device) == first_out_of_range
+
+    return check
 
 
 @pytest.mark.parametrize("num_lookups", [0, 1, 3, 127, 129, 700])
 @pytest.mark.parametrize("bags_per_feature", [1, 4])
 @pytest.mark.parametrize("indices_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
-def test_same_as_reference(num_lookups, bags_per_feature, indices_dtype, offsets_dtype):
+def test_same_as_reference(
+    assert_same_plan, num_lookups, bags_per_feature, indices_dtype, offsets_dtype
+):
     """Empty bags, shared tables, repeated ids, blocks that are not full."""
     indices, offsets = make_input(num_lookups, bags_per_feature)
     assert_same_plan(indices.to(indices_dtype), offsets.to(offsets_dtype))
 
 
-def test_no_bags():
+def test_no_bags(assert_same_plan):
     assert_same_plan(torch.empty(0, dtype=torch.int64), torch.tensor([0]))
 
 
-def test_one_id_everywhere():
+def test_one_id_everywhere(assert_same_plan):
     indices, offsets = make_input(700, 2)
     assert_same_plan(torch.full_like(indices, 28), offsets)
 
 
-def test_keys_beyond_32_bits():
+def test_keys_beyond_32_bits(assert_same_plan):
     """Two tables of 2^31 rows: keys and digits need 64 bits, core rows do not."""
     num_rows, factors = 2**31 - 1, (1_024, 2_048, 1_024)
     batch = TableBatch(
@@ -61,14 +69,14 @@ def test_keys_beyond_32_bits():
 
 
 @pytest.mark.parametrize("wrong", [-1, 29, 2**40])
-def test_ids_out_of_range_are_found_and_count_as_zero(wrong):
+def test_ids_out_of_range_are_found_and_count_as_zero(assert_same_plan, wrong):
     """29 is a padding row of the table (it has 30): not a row either."""
     indices, offsets = torch.tensor([5, 28, wrong, 3, wrong]), torch.tensor([0, 0, 5, 5])
     assert_same_plan(indices, offsets)
 
 
-def test_the_input_is_not_shared():
-    indices, offsets = make_input(9, 1)
-    plan, _ = triton_plan.build_plan(indices.int(), offsets.int(), BATCH)
+def test_the_input_is_not_shared(device):
+    indices, offsets = (x.int().to(device) for x in make_input(9, 1))
+    plan, _ = triton_plan.build_plan(indices, offsets, BATCH)
     offsets.fill_(0)
     assert int(plan.offsets[-1]) == 9

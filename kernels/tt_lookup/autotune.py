@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,8 @@ def fastest(
         heuristic = LaunchConfig.choose((4, 4, 4), (16, 16), "tf32")
         fastest((4, 4, 4), (16, 16), torch.float32, heuristic, torch.device("cuda", 0))
     """
-    if timer is None:
-        from triton.testing import do_bench as timer
+    from triton import testing  # imported on use: Triton may be missing
+
     candidates = heuristic.candidates()
     key = {
         "device": _device_name(device),
@@ -83,8 +83,8 @@ def fastest(
     path = _path(key)
     found = _read(path, key, candidates)
     if found is None:
-        step = _step(col_factors, ranks, dtype, device)
-        times = [timer(lambda config=config: step(config)) for config in candidates]
+        step, time = _step(col_factors, ranks, dtype, device), timer or testing.do_bench
+        times = [time(partial(step, config)) for config in candidates]
         found = candidates[times.index(min(times))]
         _write(path, {"key": key, "config": asdict(found), "times": times})
     return found

@@ -1,5 +1,7 @@
 """Counted FLOPs and bytes: small batches by hand, and the papers' cases."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -83,3 +85,22 @@ def test_traffic_of_the_papers_cases(case: str) -> None:
     limit = count("eco_rec", workload).num_bytes / 3
     for pattern in ("grouped", "grouped_triton", "grouped_fused"):
         assert count(pattern, workload).num_bytes <= limit, pattern
+
+
+def test_the_documented_model_is_what_is_counted() -> None:
+    """The table of docs/benchmarks/gpu.md."""
+    text = (Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    documented = {tuple(row[:3]): row[3:] for row in rows[1:]}
+    assert len(documented) == len(TRAFFIC_CASES)
+    for case, (workload, *_) in TRAFFIC_CASES.items():
+        id_order, rank = case.split(",")[0], workload.spec.ranks[0]
+        gigabytes = [
+            count(pattern, workload).num_bytes / 1e9
+            for pattern in ("tt_rec", "el_rec", "eco_rec", "grouped_triton")
+        ]
+        ours = count("grouped_triton", workload)
+        gflop = (ours.forward_flops + ours.backward_flops) / 1e9
+        numbers = [gflop, *gigabytes, gigabytes[2] / gigabytes[3]]
+        found = documented[id_order, f"{workload.lookups:,}", str(rank)]
+        assert found == [f"{number:.1f}" for number in numbers], case

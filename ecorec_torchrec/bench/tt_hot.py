@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 
 from ecorec_torchrec.bench.measure import append_rows, check_columns, git_sha, torch_threads
@@ -26,6 +25,7 @@ from ecorec_torchrec.bench.tt_hot_table import (
     hottest,
     shapes_of_equal_bytes,
 )
+from ecorec_torchrec.train.profiling import TraceIds
 
 COLUMNS = (
     "seed", "ids", "variant", "auc_test", "auc_val", "best_epoch", "hit_rate", "hot_rows", "bytes",
@@ -152,14 +152,21 @@ def run_times(options: TTHotOptions) -> Iterator[dict[str, object]]:
     check_columns(options.times_csv, TIME_COLUMNS)
     with torch_threads(options.threads):
         for trace in options.traces:
-            ids = torch.from_numpy(np.loadtxt(trace, dtype=np.int64, ndmin=1))
-            seen, batch = ids.split([len(ids) // 2, len(ids) - len(ids) // 2])
-            if len(batch) < options.lookups:
-                raise ValueError(f"--traces {trace}: {len(ids)} ids are fewer than twice --lookups")
+            source = TraceIds(trace)
+            [(name, num_rows)] = source.num_embeddings.items()
+            half = source.num_samples // 2
+            if half < options.lookups:
+                raise ValueError(
+                    f"--traces {trace}: {source.num_samples} ids are fewer than twice --lookups"
+                )
+            seen, rest = (
+                torch.from_numpy(batch[name].ids_L)
+                for batch in itertools.islice(source.batches(half), 2)
+            )
             for shape in shapes_of_equal_bytes(
-                int(ids.max()) + 1, options.trace_dim, options.rank, options.hot_ranks
+                num_rows, options.trace_dim, options.rank, options.hot_ranks
             ):
-                row = _time_row(Path(trace).stem, shape, seen, batch, options)
+                row = _time_row(name, shape, seen, rest, options)
                 append_rows(options.times_csv, TIME_COLUMNS, [row])
                 yield row
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,15 +109,16 @@ class CrossModel(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         dim = shapes[0].embedding_dim
-        self.crosses = nn.ModuleList(
+        self.crosses = [
             HotTTBag(shape, data.cross_ids("train", cross), generator)
             for cross, shape in enumerate(shapes)
-        )
+        ]
         # The last row stands for empty slots.
-        self.plain = nn.ModuleList(
+        self.plain = [
             nn.EmbeddingBag(size + 1, dim, mode="mean", padding_idx=size)
             for size in data.plain_sizes
-        )
+        ]
+        self.tables = nn.ModuleList([*self.crosses, *self.plain])
         self.dense = nn.Linear(data.splits["train"].dense.shape[1], dim)
         num_vectors = len(shapes) + len(data.plain_sizes) + 1
         self._pairs = torch.triu_indices(num_vectors, num_vectors, offset=1)
@@ -132,7 +134,7 @@ class CrossModel(nn.Module):
         vectors = [dense]
         for bag, ids_RW in zip(self.plain, columns.plain, strict=True):
             ids_BW = ids_RW[which_B]
-            vectors.append(bag(ids_BW.where(ids_BW != EMPTY_SLOT, bag.padding_idx)))
+            vectors.append(bag(ids_BW.where(ids_BW != EMPTY_SLOT, bag.num_embeddings - 1)))
         for table, ids_RW in zip(self.crosses, columns.crosses, strict=True):
             ids_BW = ids_RW[which_B]
             filled_BW = ids_BW != EMPTY_SLOT
@@ -169,7 +171,8 @@ def train(
     torch.manual_seed(seed)
     model = CrossModel(data, shapes, seed)
     optimizers = _optimizers(model, factor)
-    columns, best = data.splits["train"], (0.0, 0, model.state_dict())
+    columns = data.splits["train"]
+    best: tuple[float, int, dict[str, Any]] = 0.0, 0, model.state_dict()
     for epoch in range(1, epochs + 1):
         model.train()
         for which_B in torch.randperm(len(columns.labels)).split(_BATCH_SIZE):

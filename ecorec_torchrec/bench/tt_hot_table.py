@@ -79,6 +79,8 @@ class HotTTBag(nn.Module):
         generator: of the initial values.
     """
 
+    hot_ids_H: Tensor
+
     def __init__(self, shape: TableShape, seen_ids: Tensor, generator: torch.Generator) -> None:
         super().__init__()
         self.shape = shape
@@ -117,6 +119,6 @@ class HotTTBag(nn.Module):
         )
 
     def _tensor_train(self, ids_L: Tensor, offsets: Tensor) -> Tensor:
-        return tt_embedding_bag(
-            ids_L, offsets, list(self.cores), self.shape.spec, include_last_offset=True
-        )
+        spec = self.shape.spec
+        assert spec is not None
+        return tt_embedding_bag(ids_L, offsets, list(self.cores), spec, include_last_offset=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,14 +138,14 @@ def _line_of(baseline: Baseline) -> str:
 def _figures(
     options: PlanOptions, report: PlanReport, baselines: Sequence[Baseline]
 ) -> dict[str, Any]:
-    times = [rank.step_ms for rank in report.ranks if rank.step_ms is not None]
     return {
         "world_size": options.nproc,
         "hardware": options.plan.hardware,
         "imbalance": report.imbalance,
         "step_ms": report.step_ms,
-        "mean_ms": statistics.fmean(times) if times else None,
-        "largest_shard_ms": report.largest_shard_ms,
+        "mean_ms": report.mean_ms,
+        "indivisible_ms": report.indivisible_ms,
+        "over_bound": report.over_bound,
         "bottleneck": report.bottleneck,
         "dense_bytes": report.dense_bytes,
         "stored_bytes": report.stored_bytes,

@@ -40,6 +40,11 @@ class Form:
     shardings: tuple[Candidate, ...] = ()
     candidates: tuple[Candidate, ...] = ()
 
+    @property
+    def shortest_ms(self) -> float:
+        """Predicted time of the longest shard, in the sharding where that is shortest."""
+        return min(max(perf.total for perf in sharding.perfs) for sharding in self.shardings)
+
 
 FitCheck = Callable[[Sequence[Form]], object | None]
 """Of one form per table: something that is not None if they can be placed."""

@@ -42,7 +42,8 @@ HOST_KERNELS = (
     EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
 )
 _TT_DTYPES = tuple(data_type_to_dtype(data_type) for data_type in TT_DATA_TYPES)
-_COLUMN_SHARDINGS = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
+_GRID = ShardingType.GRID_SHARD.value
+_COLUMN_SHARDINGS = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value, _GRID)
 _COLUMN_CUTS = (2, 4)
 _MIN_COLUMNS = 32  # of a shard that the planner cuts; TorchRec's estimates know blocks of 32 to 128
 _SHARDING_ORDER = {sharding_type.value: i for i, sharding_type in enumerate(ShardingType)}
@@ -215,13 +216,8 @@ class EcoRecEnumerator(EmbeddingEnumerator):
         self, template: ShardingOption, table: PlannedTable
     ) -> Iterator[Candidate]:
         constraint = self._constraint(table.name)
-        offered = table.sharder.sharding_types(self._compute_device)
-        sharder_key = sharder_name(table.sharder.module_type)
-        for sharding_type in self._filter_sharding_types(table.name, offered, sharder_key):
+        for sharding_type, blocks in self._cuts(table, template.tensor.shape[1]):
             kernels = table.kernels(sharding_type, self._compute_device)
-            blocks: list[int | None] = [None]
-            if sharding_type in _COLUMN_SHARDINGS and constraint.min_partition is None:
-                blocks += _narrow_blocks(template.tensor.shape[1])
             allowed = self._filter_compute_kernels(table.name, kernels, sharding_type)
             for kernel, block in itertools.product(allowed, blocks):
                 option = copy.copy(template)
@@ -231,6 +227,28 @@ class EcoRecEnumerator(EmbeddingEnumerator):
                 option.shards, counts = _runs(sizes, offsets)
                 for form in _in_allowed_forms(option, table, constraint):
                     yield Candidate(form, counts, block)
+
+    def _cuts(self, table: PlannedTable, columns: int) -> Iterator[tuple[str, list[int | None]]]:
+        """Sharding types of a table, each with its columns per shard; None is TorchRec's choice.
+
+        TorchRec offers grids only where a constraint names them. As it offers no narrower columns
+        either, they come along with these wherever a table may be cut by rows and columns.
+        """
+        constraint, offered = self._constraint(table.name), table.sharder.sharding_types
+        sharder_key = sharder_name(table.sharder.module_type)
+        types = offered(self._compute_device)
+        filtered = self._filter_sharding_types(table.name, types, sharder_key)
+        narrow = _narrow_blocks(columns) if constraint.min_partition is None else []
+        for sharding_type in filtered:
+            is_cut = sharding_type in _COLUMN_SHARDINGS
+            yield sharding_type, [None, *narrow] if is_cut else [None]
+        if (
+            not constraint.sharding_types
+            and _GRID in types
+            and ShardingType.TABLE_ROW_WISE.value in filtered
+            and self._world_size > self._local_world_size
+        ):
+            yield _GRID, list(narrow)
 
     def _layout(
         self, option: ShardingOption, sharding_type: str, block: int | None

@@ -211,7 +211,13 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         self._place_in_dist_groups(plan)
         plan.world_size = self._topology.world_size
         self._warn_without_optimizer()
-        self.report = PlanReport.of(plan, module, options=self._best_plan, capacity=capacity)
+        self.report = PlanReport.of(
+            plan,
+            module,
+            options=self._best_plan,
+            capacity=capacity,
+            indivisible_ms=max(form.shortest_ms for form in chosen.values()),
+        )
         shardings = [candidate for form in chosen.values() for candidate in form.shardings]
         self._planned = shardings, capacity
         return plan

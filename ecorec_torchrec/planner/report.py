@@ -94,9 +94,9 @@ class PlanReport:
 
     tables: tuple[TableReport, ...]
     ranks: tuple[RankReport, ...]
-    largest_shard_ms: float | None = None
-    """Predicted time of the shard that takes longest, below which no placement can go; None for a
-    plan that no planner made."""
+    indivisible_ms: float | None = None
+    """Predicted time of the table that takes longest even in its shortest pieces, below which no
+    placement can go; None for a plan that no planner made."""
 
     @classmethod
     def of(
@@ -106,6 +106,7 @@ class PlanReport:
         *,
         options: Sequence[ShardingOption] = (),
         capacity: Topology | None = None,
+        indivisible_ms: float | None = None,
     ) -> PlanReport:
         """Describes a plan of the (not yet sharded) model.
 
@@ -114,6 +115,7 @@ class PlanReport:
             model: as it was planned.
             options: the options behind the plan, when a planner made it: they hold predictions.
             capacity: the ranks, with what they have for tables.
+            indivisible_ms: see there.
         """
         known = model_tables(model)
         tables = tuple(
@@ -124,14 +126,19 @@ class PlanReport:
         num_ranks = capacity.world_size if capacity else 0
         for table in tables:
             num_ranks = max(num_ranks, *(rank + 1 for rank in table.weight_bytes))
-        largest = max((s.perf.total for option in options for s in option.shards), default=None)
-        return cls(tables, _rank_reports(num_ranks, tables, options, capacity), largest)
+        return cls(tables, _rank_reports(num_ranks, tables, options, capacity), indivisible_ms)
 
     @property
     def step_ms(self) -> float | None:
         """Predicted time of the slowest rank; None for a plan that no planner made."""
         times = [rank.step_ms for rank in self.ranks if rank.step_ms is not None]
         return max(times, default=None)
+
+    @property
+    def mean_ms(self) -> float | None:
+        """Predicted time of the mean rank."""
+        times = [rank.step_ms for rank in self.ranks if rank.step_ms is not None]
+        return sum(times) / len(times) if times else None
 
     @property
     def bottleneck(self) -> str | None:
@@ -141,9 +148,14 @@ class PlanReport:
     @property
     def imbalance(self) -> float | None:
         """How many times longer the slowest rank takes than the mean of all."""
-        times = [rank.step_ms for rank in self.ranks if rank.step_ms is not None]
-        mean = sum(times) / len(times) if times else 0.0
-        return max(times) / mean if mean else None
+        return self.step_ms / self.mean_ms if self.step_ms and self.mean_ms else None
+
+    @property
+    def over_bound(self) -> float | None:
+        """How many times longer it takes than the larger of mean rank and `indivisible_ms`."""
+        if not (self.step_ms and self.mean_ms):
+            return None
+        return self.step_ms / max(self.mean_ms, self.indivisible_ms or 0.0)
 
     @property
     def dense_bytes(self) -> int:

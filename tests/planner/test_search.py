@@ -7,12 +7,17 @@ import pytest
 import torch
 from torch import nn
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import CustomTopologyData
+from torchrec.distributed.planner.types import CustomTopologyData, PlannerError
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from ecorec_torchrec.plan import load_plan, save_plan
-from ecorec_torchrec.planner import EcoRecConstraints, EcoRecEnumerator, EcoRecPlanner
+from ecorec_torchrec.planner import (
+    EcoRecConstraints,
+    EcoRecEnumerator,
+    EcoRecPlanner,
+    PlanReport,
+)
 
 MIB = 2**20
 
@@ -49,8 +54,9 @@ def test_no_rank_takes_longer_than_mean_or_largest_shard(sharders, world_size):
     planner.plan(model, sharders)
     report = planner.report
     mean = sum(rank.step_ms for rank in report.ranks) / world_size
-    assert report.step_ms <= 1.03 * max(mean, report.largest_shard_ms)
+    assert report.step_ms <= 1.03 * max(mean, report.indivisible_ms)
     assert report.imbalance == pytest.approx(report.step_ms / mean)
+    assert report.over_bound == report.step_ms / max(report.mean_ms, report.indivisible_ms)
     assert all(rank.needed_bytes <= rank.cap_bytes for rank in report.ranks)
     unique_ids = {f"t{i}": float(rows) for i, (rows, _) in enumerate(drawn_tables(80))}
     ecorec, torchrec = planner.baselines(unique_ids)
@@ -59,7 +65,8 @@ def test_no_rank_takes_longer_than_mean_or_largest_shard(sharders, world_size):
 
 
 def test_six_steps_down_and_up_again(sharders, tmp_path):
-    """More tables become TT as memory shrinks, none over a cap; growing gives equal files back."""
+    """More tables become TT as memory shrinks, none over a cap, until nothing fits; growing gives
+    equal files back."""
     model, constraints = drawn_model(24)
 
     def plan(cap_mib: float, name: str) -> tuple[set[str], bytes]:
@@ -77,6 +84,9 @@ def test_six_steps_down_and_up_again(sharders, tmp_path):
     numbers = [len(tt) for tt, _ in down]
     assert numbers == sorted(numbers) and numbers[0] == 0 and numbers[-1] > numbers[0]
     load_plan(tmp_path / "down250.yaml", model, 8)
+    with pytest.raises(PlannerError, match=r"do not fit(.|\n)*Cures, each of them enough:\n  1\) "):
+        plan(1, "none.yaml")
+    assert not (tmp_path / "none.yaml").exists()
 
 
 def test_ranks_with_unequal_memory(model, sharders):
@@ -103,6 +113,26 @@ def test_row_wise_over_two_hosts_is_cut_by_all_ranks(model, sharders):
         if option.sharding_type == "row_wise"
     ]
     assert rows and all(sizes == [6251] * 15 + [100_001 - 15 * 6251] for sizes in rows)
+
+
+def test_long_table_becomes_a_grid_over_hosts(sharders, tmp_path):
+    """Columns on one host each, cut there by rows: TorchRec considers that only when it is told."""
+    topology = Topology(16, "cuda", local_world_size=4, hbm_cap=8192 * MIB)
+    model, _ = drawn_model(1)
+
+    def planned(**constraint: object) -> PlanReport:
+        constraints = {"t0": EcoRecConstraints(pooling_factors=[300.0], **constraint)}
+        planner = EcoRecPlanner(topology, 512, constraints=constraints, debug=False)
+        save_plan(planner.plan(model, sharders), tmp_path / "plan.yaml")
+        return planner.report
+
+    every = ["table_wise", "column_wise", "row_wise", "table_row_wise", "data_parallel"]
+    stock_ms = planned(sharding_types=every).step_ms
+    report = planned()
+    (table,) = report.tables
+    assert table.sharding == "grid_shard" and report.step_ms < stock_ms
+    assert len({rank // 4 for rank in table.ranks}) > 1
+    load_plan(tmp_path / "plan.yaml", model, 16)
 
 
 def test_long_tables_are_cut_into_more_columns_than_torchrec_would(sharders, tmp_path):

@@ -13,11 +13,12 @@ from ecorec_torchrec.cli.options import parse_options
 from ecorec_torchrec.train.config import TrainConfig
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "planning.md").read_text()
-COMMANDS = re.findall(r"^ecorec (\w+) (.*?)(?:\s+#.*)?$", GUIDE, re.MULTILINE)
 OPTIONS = {"train": TrainConfig} | {
     name: getattr(importlib.import_module(f"ecorec_torchrec.cli.{name}"), f"{name.title()}Options")
     for name in ("plan", "profile")
 }
+NAMES = "|".join(OPTIONS)
+COMMANDS = re.findall(rf"^ecorec ({NAMES}) (.*?)(?:\s+#.*)?$", GUIDE, re.MULTILINE)
 
 
 def test_there_are_commands() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import sys
 import tempfile
@@ -10,16 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from ecorec_torchrec.bench.links import LOOPBACK, link, start
 from ecorec_torchrec.bench.measure import append_rows, git_sha
+from ecorec_torchrec.bench.pipeline_trace import plot_steps, traces_of
 
 VARIANTS = ("torchrec_dense", "tt_ungrouped", "ecorec")
 COLUMNS = (
     "variant", "link", "world_size", "dist_groups", "batch_size", "num_tables", "num_embeddings",
-    "embedding_dim", "rank", "step_ms", "exposed_comm_ms", "samples_per_second", "ideal_step_ms",
-    "steps", "torch", "torchrec", "git_sha",
+    "embedding_dim", "rank", "step_ms", "exposed_comm_ms", "lookup_ms", "samples_per_second",
+    "ideal_step_ms", "steps", "torch", "torchrec", "git_sha",
 )  # fmt: skip
+MEASURED = ("step_ms", "exposed_comm_ms", "lookup_ms")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,10 +48,10 @@ class PipelineBenchOptions:
     world_size: int = 2
     """Number of ranks, all on this machine."""
 
-    dist_groups: int = 4
+    dist_groups: int = 8
     """Groups of the variant ecorec."""
 
-    batch_size: int = 4096
+    batch_size: int = 8192
     """Examples of a global batch."""
 
     num_tables: int = 16
@@ -68,6 +72,9 @@ class PipelineBenchOptions:
     warmup_steps: int = 3
     """Steps before that."""
 
+    plot: bool = False
+    """Also draw one step of the variants with TT tables, to a PNG file per link beside the CSV."""
+
     def __post_init__(self) -> None:
         self.links, self.variants = tuple(self.links), tuple(self.variants)
         for name in ("world_size", "dist_groups", "num_tables", "steps", "warmup_steps"):
@@ -85,17 +92,23 @@ def run_pipeline(options: PipelineBenchOptions) -> Iterator[list[dict[str, objec
     """Measures link by link; yields the rows of each, which are in the CSV file by then.
 
     Raises:
-        PermissionError, FileNotFoundError, ValueError: see `link`.
+        PermissionError, FileNotFoundError, ValueError: see `link`; `plot` without matplotlib.
         RuntimeError: a rank failed.
     """
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("plot=True: matplotlib is not installed; `pip install matplotlib`")
+    csv_file = Path(options.csv)
     for rate in options.links:
         found = _measure(options, rate)
-        rows = _rows(options, rate, found)
-        append_rows(Path(options.csv), COLUMNS, rows)
+        rows = _rows(options, rate, found["figures"])
+        append_rows(csv_file, COLUMNS, rows)
+        if found["traces"]:
+            path = csv_file.with_name(f"{csv_file.stem}_{rate}.png")
+            plot_steps(traces_of(found["traces"]), f"One step over {rate}", path)
         yield rows
 
 
-def _measure(options: PipelineBenchOptions, rate: str) -> dict[str, dict[str, float]]:
+def _measure(options: PipelineBenchOptions, rate: str) -> dict[str, Any]:
     module = "ecorec_torchrec.bench.pipeline_rank"
     with link(rate, options.world_size) as places, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -119,7 +132,7 @@ def _rows(
 ) -> list[dict[str, object]]:
     ideal_ms = ""
     if "tt_ungrouped" in found:
-        step_ms, exposed_ms = found["tt_ungrouped"].values()
+        step_ms, exposed_ms, _ = found["tt_ungrouped"].values()
         # If the shorter of computing and waiting hid wholly behind the longer.
         ideal_ms = f"{max(exposed_ms, step_ms - exposed_ms):.2f}"
     return [
@@ -135,6 +148,7 @@ def _rows(
             "rank": "" if variant == "torchrec_dense" else options.rank,
             "step_ms": f"{figures['step_ms']:.2f}",
             "exposed_comm_ms": f"{figures['exposed_comm_ms']:.2f}",
+            "lookup_ms": f"{figures['lookup_ms']:.2f}",
             "samples_per_second": f"{options.batch_size / figures['step_ms'] * 1e3:.0f}",
             "ideal_step_ms": "" if variant == "torchrec_dense" else ideal_ms,
             "steps": options.steps,

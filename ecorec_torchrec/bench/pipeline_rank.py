@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -27,11 +27,12 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from ecorec_torchrec.bench.pipeline import PipelineBenchOptions
+from ecorec_torchrec.bench.pipeline import MEASURED, PipelineBenchOptions
+from ecorec_torchrec.bench.pipeline_trace import Span, trace_step
 from ecorec_torchrec.modules import TTEmbeddingBagCollection
-from ecorec_torchrec.pipeline import EcoRecTrainPipeline
+from ecorec_torchrec.pipeline import EcoRecTrainPipeline, StepTimes
 from ecorec_torchrec.plan import tt_table_wise
 from ecorec_torchrec.sharding import TTEmbeddingBagCollectionSharder
 from ecorec_torchrec.train.data import RankBatch
@@ -54,10 +55,21 @@ class Model(nn.Module):
         )
 
     def forward(self, batch: RankBatch) -> tuple[Tensor, Tensor]:
-        pooled = self.ebc(batch.sparse_features)
-        # By name, since the order of the columns follows the placement.
-        logits = self.dense(torch.cat([pooled[name] for name in self.names], 1)).squeeze(1)
+        features = in_order(self.ebc(batch.sparse_features), self.names)
+        logits = self.dense(features).squeeze(1)
         return (logits - batch.labels).square().mean().view(1), logits.detach()
+
+
+@torch.fx.wrap
+def in_order(pooled: KeyedTensor, names: Sequence[str]) -> Tensor:
+    """The columns by name, since their order follows the placement.
+
+    A slice per name (`pooled[name]`) would spend as long as the lookups on gradients of zeros.
+    """
+    columns = dict(
+        zip(pooled.keys(), pooled.values().split(pooled.length_per_key(), 1), strict=True)
+    )
+    return torch.cat([columns[name] for name in names], 1)
 
 
 class _Contender:
@@ -82,9 +94,12 @@ class _Contender:
         optimizer = CombinedOptimizer([sharded.fused_optimizer, dense])
         pipeline = EcoRecTrainPipeline if variant == "ecorec" else TrainPipelineSparseDist
         self._pipeline: TrainPipelineSparseDist = pipeline(sharded, optimizer, _CPU)
+        self._times = StepTimes(_CPU)
+        self._times.watch(sharded.module.ebc)
         self._batches = _batches(options)
         self.step_ms: list[float] = []
         self.exposed_ms: list[float] = []
+        self.lookup_ms: list[float] = []
         self.logits = torch.empty(0)
 
     def _collection(self) -> EmbeddingBagCollection:
@@ -126,13 +141,23 @@ class _Contender:
 
     def step(self, is_timed: bool) -> None:
         dist.barrier()
-        with _exposed_ms() as exposed:
+        with _exposed_ms() as exposed, self._times.step(is_training=True):
             start = time.perf_counter()
             self.logits = self._pipeline.progress(self._batches)
             elapsed_ms = (time.perf_counter() - start) * 1e3
+        lookup_ms = self._times.take()["lookup_ms"]
         if is_timed:
             self.step_ms.append(elapsed_ms)
             self.exposed_ms.append(sum(exposed))
+            self.lookup_ms.append(lookup_ms)
+
+    def trace(self) -> list[list[Span]]:
+        """What each rank does in one more step."""
+        dist.barrier()
+        spans = trace_step(lambda: self._pipeline.progress(self._batches))
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, spans)
+        return found
 
 
 def _batches(options: PipelineBenchOptions) -> Iterator[RankBatch]:
@@ -177,8 +202,10 @@ def _exposed_ms() -> Iterator[list[float]]:
         yield waits
 
 
-def measure(options: PipelineBenchOptions) -> dict[str, dict[str, float]]:
-    """Median step and exposed communication by variant, over the slowest rank of each step.
+def measure(options: PipelineBenchOptions) -> dict[str, Any]:
+    """By variant the medians, over the slowest rank of each step, of step, waits and lookups.
+
+    Under "figures"; with `options.plot` also "traces": a step of every TT variant, by rank.
 
     Raises:
         RuntimeError: groups and pipeline changed the result.
@@ -191,13 +218,18 @@ def measure(options: PipelineBenchOptions) -> dict[str, dict[str, float]]:
         same = torch.equal(contenders["tt_ungrouped"].logits, contenders["ecorec"].logits)
         if not same:
             raise RuntimeError("dist groups changed the result, so there is no figure")
-    found = {}
+    found: dict[str, Any] = {}
     for variant, contender in contenders.items():
-        times = torch.tensor([contender.step_ms, contender.exposed_ms])
+        times = torch.tensor([contender.step_ms, contender.exposed_ms, contender.lookup_ms])
         dist.all_reduce(times, dist.ReduceOp.MAX)
-        step_ms, exposed_ms = (statistics.median(row) for row in times.tolist())
-        found[variant] = {"step_ms": step_ms, "exposed_comm_ms": exposed_ms}
-    return found
+        medians = (statistics.median(row) for row in times.tolist())
+        found[variant] = dict(zip(MEASURED, medians, strict=True))
+    traces = {
+        variant: contender.trace()
+        for variant, contender in contenders.items()
+        if options.plot and variant != "torchrec_dense"
+    }
+    return {"figures": found, "traces": traces}
 
 
 def main() -> None:

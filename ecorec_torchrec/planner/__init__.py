@@ -3,6 +3,7 @@
 from .baselines import Baseline
 from .calibration import Calibration
 from .constraints import EcoRecConstraints
+from .dist_groups import choose_dist_groups
 from .enumerator import EcoRecEnumerator
 from .estimators import EcoRecPerfEstimator, EcoRecStorageEstimator
 from .partitioner import EcoRecPartitioner
@@ -28,6 +29,7 @@ __all__ = [
     "ReuseCurve",
     "TableProfile",
     "TableReport",
+    "choose_dist_groups",
     "load_profile",
     "save_profile",
 ]

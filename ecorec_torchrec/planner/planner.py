@@ -41,6 +41,7 @@ from ecorec_torchrec.tt import TTSpec
 from .baselines import Baseline, greedy_by_unique_ids, torchrec_greedy
 from .compression import FitCheck, Form, least_compression, table_forms
 from .constraints import EcoRecConstraints
+from .dist_groups import choose_dist_groups, group_ms
 from .enumerator import EcoRecEnumerator
 from .estimators import optimizer_class
 from .options import Candidate, tt_of
@@ -82,6 +83,9 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         profile: of the data, from `load_profile`: how often ids repeat in a batch, and lookups per
             sample where the constraints leave `pooling_factors` at TorchRec's default. Ids of
             tables that it lacks count as drawn uniformly.
+        auto_dist_groups: also choose how many dist groups there are and which table is in which,
+            see `choose_dist_groups`; a constraint that names the `dist_group` of a table goes
+            before. Without it they are left to the sharder's `num_dist_groups`.
 
     Raises:
         TypeError: `enumerator` or `profile` is of another class; `constraints` is no mapping from
@@ -120,6 +124,7 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         plan_loader: PlanLoader | None = None,
         *,
         profile: Profile | None = None,
+        auto_dist_groups: bool = False,
     ) -> None:
         if enumerator is not None and not isinstance(enumerator, EcoRecEnumerator):
             raise TypeError(
@@ -158,6 +163,7 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
                 self._topology, self._batch_size, constraints, profile=profile
             )
         self._profile = profile
+        self._auto_dist_groups = auto_dist_groups
         self._search_is_torchrecs = any((proposer, partitioner, performance_model, plan_loader))
         self._planned: tuple[list[Candidate], Topology] | None = None
         self.report: PlanReport | None = None
@@ -236,12 +242,18 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         ]
 
     def _place_in_dist_groups(self, plan: RecordedPlan) -> None:
-        """As the constraints ask; other tables are left to the sharder's `num_dist_groups`."""
-        for module_plan in plan.plan.values():
+        """As the constraints ask, and as predicted; others are left to the sharder."""
+        predicted = {}
+        if self._auto_dist_groups:
+            cost_ms = group_ms(self._topology.compute_device)
+            predicted = choose_dist_groups(self._best_plan, cost_ms)
+        for path, module_plan in plan.plan.items():
             for table, entry in module_plan.items():
                 constraint = EcoRecConstraints.of((self._constraints or {}).get(table))
-                if constraint.dist_group is not None:
-                    module_plan[table] = with_dist_group(entry, constraint.dist_group)
+                asked = constraint.dist_group
+                dist_group = predicted.get((path, table)) if asked is None else asked
+                if dist_group is not None:
+                    module_plan[table] = with_dist_group(entry, dist_group)
 
     def _as_placed(
         self,

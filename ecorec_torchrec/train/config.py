@@ -314,8 +314,9 @@ class PlanConfig:
     local_batch_size: int | None = None
     """Rows of a batch per rank that is planned for; without it `train.batch_size` shared out."""
 
-    num_dist_groups: int = 1
-    """Groups that the tables of the TT model travel in, each while another is looked up."""
+    num_dist_groups: Literal["auto"] | int = 1
+    """Groups that the tables of the TT model travel in, each while another is looked up. auto: the
+    planner chooses them by predicted times; the plan file tells which table is in which."""
 
     dist_group_slope: float = 0.0
     """0: groups of equal size; 1: sizes that fall to one table."""
@@ -323,9 +324,9 @@ class PlanConfig:
     def __post_init__(self) -> None:
         if self.file == "auto":
             self.file = None
-        _require(
-            self.num_dist_groups >= 1, "plan.num_dist_groups", self.num_dist_groups, "must be >= 1"
-        )
+        if self.num_dist_groups != "auto":
+            count = self.num_dist_groups
+            _require(count >= 1, "plan.num_dist_groups", count, "must be >= 1")
         _require(
             0 <= self.dist_group_slope <= 1,
             "plan.dist_group_slope",

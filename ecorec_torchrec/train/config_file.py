@@ -100,7 +100,7 @@ class _Reader:
         if dataclasses.is_dataclass(expected):
             return self._read_dataclass(node, typing.cast(type, expected), key)
         if origin in (Union, types.UnionType):
-            return self._read_optional(node, expected, key)
+            return self._read_union(node, expected, key)
         if origin is tuple:
             if not isinstance(node, yaml.SequenceNode):
                 raise self._wrong_type(node, key, "a list")
@@ -131,12 +131,17 @@ class _Reader:
         except (TypeError, ValueError) as error:
             raise self._error(node, str(error)) from error
 
-    def _read_optional(self, node: yaml.Node, expected: Any, key: str) -> Any:
-        choices = get_args(expected)
-        assert len(choices) == 2 and type(None) in choices, f"only X | None is read, not {expected}"
-        if self._scalar(node) is None and isinstance(node, yaml.ScalarNode):
+    def _read_union(self, node: yaml.Node, expected: Any, key: str) -> Any:
+        *choices, last = (c for c in get_args(expected) if c is not type(None))
+        is_null = self._scalar(node) is None and isinstance(node, yaml.ScalarNode)
+        if is_null and type(None) in get_args(expected):
             return None
-        return self.read(node, next(c for c in choices if c is not type(None)), key)
+        for choice in choices:
+            try:
+                return self.read(node, choice, key)
+            except ValueError:
+                continue
+        return self.read(node, last, key)
 
     def _read_scalar(self, node: yaml.Node, expected: Any, key: str) -> Any:
         value = self._scalar(node)

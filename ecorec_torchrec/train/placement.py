@@ -158,6 +158,7 @@ def plan_tables(
         storage_reservation=FixedPercentageStorageReservation(_RESERVED_FRACTION),
         constraints=dict(constraints_of(tables, config)),
         profile=_profile(config),
+        auto_dist_groups=config.plan.num_dist_groups == "auto",
         stats=NoopEmbeddingStats(),
         debug=False,
     )
@@ -181,9 +182,10 @@ def sharders_of(config: TrainConfig, variant: Variant) -> list[ModuleSharder[nn.
     """Stock TorchRec sharders for the twins, EcoRec's for the TT model."""
     if not variant.uses_tt:
         return get_default_sharders()
+    count = config.plan.num_dist_groups
     return get_ecorec_sharders(
         {"nonfinite_gradients": config.optim.nonfinite_gradients},
-        num_dist_groups=config.plan.num_dist_groups,
+        num_dist_groups=1 if count == "auto" else count,  # auto: the plan tells
         dist_group_slope=config.plan.dist_group_slope,
     )
 
@@ -209,7 +211,12 @@ def _make_planner(
             )
         allowed = EcoRecConstraints(tt="auto", tt_ranks=(config.tt.rank,))
         constraints = dict.fromkeys(config.tt.tables, allowed)
-    return EcoRecPlanner(**arguments, constraints=constraints, profile=_profile(config))
+    return EcoRecPlanner(
+        **arguments,
+        constraints=constraints,
+        profile=_profile(config),
+        auto_dist_groups=config.plan.num_dist_groups == "auto",
+    )
 
 
 def _warn_of_ignored_profile(config: TrainConfig) -> None:

@@ -278,3 +278,38 @@ def test_collective_plan_shards_a_model(ranks):
     assert pooled_0.shape == (2, 3 * 64)
     torch.testing.assert_close(pooled_0, pooled_1)
     assert pooled_0.abs().sum() > 0
+
+
+@pytest.mark.parametrize("gb_per_s", [0.05, 600.0], ids=["slow", "fast"])
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "on_slow_links"),
+    [(10_000, 16_384, "data_parallel"), (100_000_000, 64, "table_wise")],
+    ids=["tiny", "huge"],
+)
+def test_the_cost_decides_between_copies_and_one_owner(
+    model, sharders, rows: int, batch_size: int, on_slow_links: str, gb_per_s: float
+) -> None:
+    """Cores are reduced by all ranks, or pooled rows travel to and from the owner."""
+    bytes_per_ms = gb_per_s * 1e6
+    topology = Topology(
+        world_size=2,
+        local_world_size=2,
+        compute_device="cpu",
+        intra_host_bw=bytes_per_ms,
+        inter_host_bw=bytes_per_ms,
+    )
+    rule = EcoRecConstraints(tt="always", tt_ranks=(64,))
+    planner = EcoRecPlanner(topology, batch_size, constraints={"t": rule}, debug=False)
+    unsharded = model(t=rows)
+    entry = planner.plan(unsharded, sharders).plan["ebc"]["t"]
+    ways = planner._enumerator.candidates(unsharded, sharders)
+    by_sharding = {way.option.sharding_type: way.perfs[0] for way in ways}
+    assert set(by_sharding) == {"table_wise", "data_parallel"}
+    owner, copies = by_sharding["table_wise"], by_sharding["data_parallel"]
+    assert entry.sharding_type == min(by_sharding, key=lambda way: by_sharding[way].total)
+    fewest_bytes = "table_wise" if owner.bwd_comms < copies.bwd_comms else "data_parallel"
+    assert fewest_bytes == on_slow_links
+    if gb_per_s < 1:
+        assert entry.sharding_type == on_slow_links
+    else:  # what travels takes next to no time
+        assert owner.fwd_comms + owner.bwd_comms < 0.05 * owner.total

@@ -33,9 +33,17 @@ def test_numbers_in_all_the_ways_people_write_them() -> None:
     assert config.optim.dense.learning_rate == 1.0
 
 
+def test_a_number_or_a_word() -> None:
+    for text, value in (("auto", "auto"), ("4", 4)):
+        config = parse_config(f"plan: {{num_dist_groups: {text}}}", TrainConfig)
+        assert config.plan.num_dist_groups == value
+        assert parse_config(dump_config(config), TrainConfig) == config
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("plan: {num_dist_groups: many}", r"f:1: `plan.num_dist_groups` must be int, got 'many'"),
         ("model:\n  embeding_dim: 8", r"f:2: unknown key `model.embeding_dim`; did you mean `emb"),
         ("zzz: 1", r"f:1: unknown key `zzz`; known: name, seed"),
         ("train:\n  epochs: many", r"f:2: `train.epochs` must be int, got 'many'"),

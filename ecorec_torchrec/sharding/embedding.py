@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,8 +44,8 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
     TorchRec, a collection that has values keeps those of its dense tables too. For arguments and
     errors see `ShardedTTCollection`.
 
-    `use_index_dedup` is TorchRec's: ids are made unique before they travel. FBGEMM has no kernel
-    for it on the CPU, where it is ignored; the numbers are the same.
+    `use_index_dedup` is TorchRec's: the ids of a feature are made unique before they travel, so
+    that each row travels once, and so does its gradient. It works on the CPU too.
     """
 
     _tables_name = "embeddings"
@@ -64,12 +63,6 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
         **kwargs: Any,
     ) -> None:
         super().__init__(module, table_name_to_parameter_sharding, env, *args, **kwargs)
-        if self._use_index_dedup and self._device is not None and self._device.type == "cpu":
-            warnings.warn(
-                "use_index_dedup=True is ignored: FBGEMM has no kernel for it on the CPU",
-                stacklevel=2,
-            )
-            self._use_index_dedup = False
         per_type = self._use_gather_select_per_sharding or {}
         self._use_gather_select_per_sharding = {
             key: per_type[sharding_type_of(key)]
@@ -137,6 +130,17 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
         ctx.without_examples = isinstance(features, KeyedJaggedTensor) and features.stride() == 0
         return super().input_dist(ctx, features)
 
+    def _dedup_indices(
+        self, ctx: EmbeddingCollectionContext, input_feature_splits: list[KeyedJaggedTensor]
+    ) -> list[KeyedJaggedTensor]:
+        """As TorchRec's; FBGEMM has no kernel for it on the CPU."""
+        if self._device is None or self._device.type != "cpu":
+            return super()._dedup_indices(ctx, input_feature_splits)
+        unique = [unique_ids(features) for features in input_feature_splits]
+        ctx.input_features += input_feature_splits
+        ctx.reverse_indices += [place_of_id_L for _, place_of_id_L in unique]
+        return [features for features, _ in unique]
+
     def _checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         features = super()._checked(features)
         if features.stride() > 0:
@@ -159,6 +163,30 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
 
     def _embedding_dim_for_sharding_type(self, sharding_type: str) -> int:
         return super()._embedding_dim_for_sharding_type(sharding_type_of(sharding_type))
+
+
+def unique_ids(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor]:
+    """Every id of a feature once, and the place of every id among them.
+
+    Which example the unique ids belong to has no meaning any more: they lie in the first.
+
+    Example::
+
+        features = KeyedJaggedTensor(["f", "g"], tensor([7, 3, 7, 7]), lengths=tensor([1, 2, 0, 1]))
+        unique_ids(features)  # ids [3, 7, 7] of lengths [2, 0, 1, 0]; places [1, 0, 1, 2]
+    """
+    counts, ids, places = [], [], []
+    start = 0
+    for values_L in features.values().split(features.length_per_key()):
+        unique_U, place_of_id_L = values_L.unique(return_inverse=True)
+        ids.append(unique_U)
+        places.append(place_of_id_L + start)
+        counts.append(len(unique_U))
+        start += len(unique_U)
+    lengths = features.lengths().new_zeros(len(counts), features.stride())
+    lengths[:, 0] = torch.tensor(counts)
+    unique = KeyedJaggedTensor(features.keys(), torch.cat(ids), lengths=lengths.flatten())
+    return unique, torch.cat(places)
 
 
 def _without_examples(output: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:

@@ -158,7 +158,8 @@ class TTEmbeddingCollectionSharder(TTCollectionSharder, EmbeddingCollectionShard
 
     Args:
         fused_params, qcomm_codecs_registry: see `TTEmbeddingBagCollectionSharder`.
-        use_index_dedup: makes ids unique before they travel, as in TorchRec; ignored on the CPU.
+        use_index_dedup: makes the ids of a feature unique before they travel, as in TorchRec, and
+            so the rows that come back: pays where ids repeat within a rank's batch.
         num_dist_groups, module_type, dist_group_slope: see `TTEmbeddingBagCollectionSharder`.
 
     Raises:

@@ -21,6 +21,7 @@ CASES = {
     "pooled_quantized": (False, UNEVEN, (6, 6), True),
     "sequence": (True, toy.SEQUENCE_NAMES, (6, 6), False),
     "sequence_uneven": (True, UNEVEN, (2, 5), False),
+    "sequence_without_examples": (True, UNEVEN, (0, 5), False),
 }
 
 

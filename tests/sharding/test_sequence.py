@@ -1,6 +1,9 @@
 """What is special to sharded sequence collections: their output, and TorchRec's rules for them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from torch import Tensor
 from torch.distributed.optim import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
     QCommsConfig,
@@ -21,10 +26,16 @@ from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
     row_wise,
 )
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
+from torchrec.distributed.types import (
+    ParameterSharding,
+    ShardingEnv,
+    ShardingEnv2D,
+    ShardingPlan,
+)
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ecorec_torchrec import EcoRecTrainPipeline
 from ecorec_torchrec.modules import TTEmbeddingCollection, TTEmbeddingConfig
 from ecorec_torchrec.plan import TT_COMPUTE_KERNEL, tt_data_parallel, tt_table_wise
 from ecorec_torchrec.sharding import ShardedTTEmbeddingCollection, TTEmbeddingCollectionSharder
@@ -248,20 +259,68 @@ def test_training_where_a_rank_has_no_examples(ranks: RankPool) -> None:
         assert not torch.equal(left[name], unmoved[name])
 
 
-def deduplicated(rank: int) -> None:
-    torch.manual_seed(1)
-    with pytest.warns(UserWarning, match="use_index_dedup=True is ignored"):
-        module = sharded(ours(("t_tw",)), use_index_dedup=True)
-    torch.manual_seed(1)
-    plain = sharded(ours(("t_tw",)))
-    features = toy.make_batch(("t_tw",), 0, rank).features
-    for name, rows in plain(features).items():
-        assert torch.equal(rows.values(), module(features)[name].values())
+def deduplicated(rank: int, examples: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
+    """State and outputs after some steps with repeated ids, without and with deduplication."""
+    names = ("t_tw", "t_tw2", "t_q", "t_dp", "d_tw", "d_cw")
+    found, sent = [], []
+    for use_index_dedup in (False, True):
+        torch.manual_seed(0)
+        entries = construct_module_sharding_plan(
+            unsharded := toy.sequence_collection(toy.sequence_configs(names), "meta"),
+            toy.generators(names, 2),
+            sharder=TTEmbeddingCollectionSharder(),
+            world_size=2,
+            local_size=2,
+            device_type="cpu",
+        )
+        model = DistributedModelParallel(
+            toy.ToyModel(None, ec=unsharded),
+            device=CPU,
+            plan=ShardingPlan({"ec": entries}),
+            sharders=[
+                TTEmbeddingCollectionSharder(
+                    toy.SGD, None, use_index_dedup, 2, TTEmbeddingCollection
+                )
+            ],
+        )
+        optimizer = toy.optimizer_of(model, lambda params: torch.optim.SGD(params, lr=0.05))
+        pipeline = EcoRecTrainPipeline(model, optimizer, CPU)
+        batches = [
+            toy.make_batch(names, step, rank, examples[rank], max_length=20) for step in range(3)
+        ]
+        iterator = iter(batches)
+        with counted_ids() as numbers:
+            outputs = [pipeline.progress(iterator) for _ in batches]
+        found.append([*toy.whole_state(model).values(), *outputs])
+        sent.append(sum(numbers))
+    if examples[rank]:
+        assert sent[1] < 0.7 * sent[0]
+    return found[0], found[1]
 
 
-def test_deduplication_without_a_kernel_for_it_is_ignored_aloud(ranks: RankPool) -> None:
-    """TorchRec would fail in the first batch on a CPU."""
-    ranks.run(deduplicated)
+@contextmanager
+def counted_ids() -> Iterator[list[int]]:
+    """How many ids every input dist sends."""
+    numbers: list[int] = []
+    forward = KJTAllToAll.forward
+
+    def counting(self: KJTAllToAll, features: KeyedJaggedTensor) -> Any:
+        numbers.append(features.values().numel())
+        return forward(self, features)
+
+    with mock.patch.object(KJTAllToAll, "forward", counting):
+        yield numbers
+
+
+@pytest.mark.parametrize("examples", [(6, 6), (5, 0)])
+def test_deduplicated_ids_train_alike(ranks: RankPool, examples: tuple[int, int]) -> None:
+    """On the CPU too, where TorchRec would fail in the first batch; a rank may have no examples.
+
+    Gradients of equal ids are added before they travel: in another order, so not bit for bit.
+    """
+    for plain, unique in ranks.run(deduplicated, examples):
+        for expected, found in zip(plain, unique, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def quantised(rank: int) -> tuple[Tensor, Tensor]:

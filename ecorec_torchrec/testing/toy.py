@@ -296,6 +296,7 @@ def shard(
     num_dist_groups: int = 1,
     env: ShardingEnv | None = None,
     qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    device: str = "cpu",
 ) -> DistributedModelParallel:
     """`model` with its collections sharded by `plan` over all ranks."""
     entries = {}
@@ -311,12 +312,12 @@ def shard(
                 sharder=sharder,
                 world_size=dist.get_world_size(),
                 local_size=dist.get_world_size(),
-                device_type="cpu",
+                device_type=torch.device(device).type,
             )
     return DistributedModelParallel(
         model,
         env=env,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         plan=ShardingPlan(entries),
         sharders=get_ecorec_sharders(fused_params, qcomm_codecs_registry, num_dist_groups),
     )

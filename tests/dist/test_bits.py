@@ -7,6 +7,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     QCommsConfig,
     get_qcomm_codecs_registry,
 )
+from torchrec.modules.embedding_configs import PoolingType
 
 from ecorec_torchrec import EcoRecTrainPipeline
 from ecorec_torchrec.testing import RankPool, toy
@@ -18,6 +19,8 @@ UNEVEN = tuple(name for name in toy.SEQUENCE_NAMES if name != "d_rw")
 CASES = {
     "pooled": (False, tuple(toy.ROWS), (6, 6), False),
     "pooled_uneven": (False, UNEVEN, (5, 0), False),
+    "pooled_weighted": (False, tuple(toy.ROWS), (6, 6), False),
+    "pooled_mean": (False, tuple(toy.ROWS), (6, 6), False),
     "pooled_quantized": (False, UNEVEN, (6, 6), True),
     "sequence": (True, toy.SEQUENCE_NAMES, (6, 6), False),
     "sequence_uneven": (True, UNEVEN, (2, 5), False),
@@ -42,7 +45,10 @@ def learnt(
     )
     model.load_state_dict(initial_state(case))
     optimizer = toy.optimizer_of(model, lambda params: torch.optim.SGD(params, lr=0.05))
-    batches = [toy.make_batch(names, step, rank, batch_sizes[rank]) for step in range(STEPS)]
+    batches = [
+        toy.make_batch(names, step, rank, batch_sizes[rank], is_weighted=case == "pooled_weighted")
+        for step in range(STEPS)
+    ]
     logits = []
     if pipelined:
         pipeline = EcoRecTrainPipeline(model, optimizer, torch.device("cpu"))
@@ -62,8 +68,9 @@ def unsharded(case: str, device: str) -> toy.ToyModel:
     sequence, names, *_ = CASES[case]
     if sequence:
         return toy.sequence_model(names, device)
-    tables = toy.configs(names)
-    return toy.ToyModel(toy.collection(tables, device=device), tables)
+    tables = toy.configs(names, PoolingType.MEAN if case == "pooled_mean" else PoolingType.SUM)
+    ebc = toy.collection(tables, is_weighted=case == "pooled_weighted", device=device)
+    return toy.ToyModel(ebc, tables)
 
 
 def initial_state(case: str) -> dict[str, torch.Tensor]:

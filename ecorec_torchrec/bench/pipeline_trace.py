@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.profiler_util import FunctionEvent
@@ -141,7 +141,7 @@ def plot_steps(variants: Sequence[TracedVariant], title: str, path: Path) -> Non
     pyplot.close(figure)
 
 
-def traces_of(found: Mapping[str, Sequence[Sequence[Sequence[object]]]]) -> list[TracedVariant]:
+def traces_of(found: Mapping[str, Sequence[Sequence[Sequence[Any]]]]) -> list[TracedVariant]:
     """From JSON: by variant and rank, spans as lists."""
     return [
         TracedVariant(name, [[Span(*fields) for fields in spans] for spans in ranks])

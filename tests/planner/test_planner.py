@@ -12,6 +12,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.planners import validate_compute_kernels
 from torchrec.distributed.planner.proposers import UniformProposer
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -151,6 +152,18 @@ def test_impossible_constraint_is_named_when_planning(
     with pytest.raises(PlannerError, match=f"table 'mid' has no sharding option: .*{reason}") as e:
         planner.plan(model(**SIZES), sharders)
     assert e.value.error_type is PlannerErrorType.STRICT_CONSTRAINTS
+
+
+@pytest.mark.parametrize("cap_mib", [2048, 150, 20])
+def test_planned_kernels_pass_torchrecs_check(model, topology, sharders, cap_mib):
+    """Newer TorchRec refuses plans whose kernels and shardings do not go together."""
+    planner = EcoRecPlanner(topology(cap_mib), 512, constraints=ALL_MAY_BE_TT, debug=False)
+    planner.plan(model(**SIZES), sharders)
+    validate_compute_kernels(planner._best_plan)
+    option = planner._best_plan[0]
+    option.compute_kernel, option.sharding_type = "dense", "table_wise"
+    with pytest.raises(PlannerError, match="DENSE kernel requires DATA_PARALLEL"):
+        validate_compute_kernels(planner._best_plan)
 
 
 def test_stock_sharders_cannot_shard_tt(topology):

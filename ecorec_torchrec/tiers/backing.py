@@ -77,7 +77,6 @@ class Backing:
         rows.records[below] = records
         self._counters.first_touches += fresh
         self._counters.file_rows += len(below) - fresh
-        self._counters.file_bytes_read += (len(below) - fresh) * self._record_bytes
         return rows
 
     def store(self, rows: Rows) -> None:
@@ -86,7 +85,8 @@ class Backing:
             self._counters.memory_rows_written += len(rows.ids)
             self._counters.memory_bytes_written += len(rows.ids) * self._record_bytes
             rows = self.memory.put(rows)
-        self._write_file(rows[rows.dirty])
+        changed = rows[rows.dirty]
+        self.write_file(changed.ids, changed.records)
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         """Current records of unique rows, which stay where they are."""
@@ -100,13 +100,18 @@ class Backing:
     def write(self, ids: np.ndarray, records: np.ndarray) -> None:
         """New records for unique rows, in the level where they are."""
         below = self.memory.write(ids, records) if self.memory else np.arange(len(ids))
-        self.file.write(ids[below], records[below])
+        self.write_file(ids[below], records[below])
+
+    def write_file(self, ids: np.ndarray, records: np.ndarray) -> None:
+        """Stores unique rows in the file, which must not be in the second level."""
+        self.file.write(ids, records)
+        self._counters.file_rows_written += len(ids)
 
     def flush(self) -> None:
         """Writes the changed rows of the second level to the file; they stay there too."""
         if self.memory:
             for ids, records in self.memory.clean():
-                self._write_file_records(ids, records)
+                self.write_file(ids, records)
 
     def clear(self) -> None:
         """Forgets every row."""
@@ -131,15 +136,6 @@ class Backing:
             self._layout.set_column(drawn, WEIGHT, self.init.rows(torch.from_numpy(ids[fresh])))
             records[fresh] = drawn
         return len(fresh)
-
-    def _write_file(self, rows: Rows) -> None:
-        self._write_file_records(rows.ids, rows.records)
-
-    def _write_file_records(self, ids: np.ndarray, records: np.ndarray) -> None:
-        if len(ids):
-            self.file.write(ids, records)
-            self._counters.file_rows_written += len(ids)
-            self._counters.file_bytes_written += len(ids) * self._record_bytes
 
 
 class MemoryLevel:

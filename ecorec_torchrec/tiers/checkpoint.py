@@ -101,6 +101,15 @@ class CheckpointReader:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
+    def check(self) -> None:
+        """Reads everything.
+
+        Raises:
+            ValueError: as `blocks`.
+        """
+        for _ in self.blocks():
+            pass
+
     def blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(ids, records) block by block.
 

@@ -12,90 +12,121 @@ import fcntl
 import mmap
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from .counters import Counters
 from .header import HEADER_BYTES, Header
 from .row_order import RowOrder
 from .spec import WRITTEN, RowLayout
 
-# After reading and writing so many pages the process lets go of the map, so that what it has
-# looked at does not count as its memory (the kernel keeps the pages as long as it likes).
-_MAPPED_BYTES = 128 << 20
-_SCAN_BYTES = 4 << 20
-PAGE = mmap.PAGESIZE
+PAGE = 4096
+_SCAN_PAGES = 1024
+# Pages of mapped files that the process may show as its memory before it lets go of them (the
+# kernel keeps them as its cache all the same), and after how many accesses it looks.
+_RESIDENT_BYTES = 1 << 30
+_ACCESSES_BETWEEN_LOOKS = 1 << 15
 
 
-class RowFile:
-    """The records of N rows in a sparse file that is mapped into memory.
+class RowFile(ABC):
+    """The records of N rows in a sparse file.
 
     Args:
         path: the file. A row file that lies there is replaced; anything else is left alone.
         header: what the file says of itself.
         layout: the columns of a record.
         order: where each row lies.
+        counters: where the bytes are counted.
+
+    Attributes:
+        num_written: how many rows were ever written.
 
     Raises:
-        ValueError: another process holds the file, `path` is not a row file, or the file system
-            has no room for a file of this (nominal) size.
+        ValueError: another process or table holds the file, `path` is not a row file, or the file
+            system takes no file of this (nominal) size or kind.
     """
 
-    def __init__(self, path: Path, header: Header, layout: RowLayout, order: RowOrder) -> None:
+    open_flags = 0
+
+    def __init__(
+        self, path: Path, header: Header, layout: RowLayout, order: RowOrder, counters: Counters
+    ) -> None:
         self.path, self.layout, self.order = path, layout, order
-        self.size = HEADER_BYTES + header.num_embeddings * layout.record_bytes
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = _open_locked(path)
-        self._finalizer = weakref.finalize(self, _remove, self._fd, path)
+        self.num_written = 0
+        self._counters = counters
+        content_bytes = header.num_embeddings * layout.record_bytes
+        self._size = HEADER_BYTES + -(-content_bytes // PAGE) * PAGE
         self._header = header.to_bytes()
+        self._fd = _open_locked(path, self.open_flags)
+        self._finalizer = weakref.finalize(self, _remove, self._fd, path)
         self.clear()
-        self._map = mmap.mmap(self._fd, self.size)
-        self._map.madvise(mmap.MADV_RANDOM)
-        self._records = np.frombuffer(
-            self._map, f"V{layout.record_bytes}", header.num_embeddings, HEADER_BYTES
-        )
-        self._pages_per_record = 1 + (layout.record_bytes + PAGE - 2) // PAGE
-        self._pages_seen = 0
+
+    @abstractmethod
+    def _read_at(self, positions: np.ndarray) -> np.ndarray:
+        """Records (U,) at `positions` (U,), as opaque bytes."""
+
+    @abstractmethod
+    def _write_at(self, positions: np.ndarray, records: np.ndarray) -> int:
+        """Stores opaque records; how many of the places were never written before."""
+
+    @abstractmethod
+    def _read_pages(self, offset: int, num_pages: int) -> np.ndarray:
+        """Bytes of whole pages from a multiple of `PAGE` on."""
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         """Records (U,) of rows `ids` (U,); zeros for rows that were never written."""
-        records = self._records[self.order.positions(ids)].view(self.layout.record_dtype)
-        self._let_go(len(ids))
-        return records
+        if not len(ids):
+            return self.layout.new_records(0)
+        return self._read_at(self.order.positions(ids)).view(self.layout.record_dtype)
 
     def write(self, ids: np.ndarray, records: np.ndarray) -> None:
         """Stores `records` (U,) of unique rows `ids`, and marks them as written."""
+        if not len(ids):
+            return
         records[WRITTEN] = 1
-        positions = self.order.positions(ids)
-        self._check_space(len(ids))
-        self._records[positions] = records.view(self._records.dtype)
-        self._let_go(len(ids))
+        opaque = records.view(f"V{self.layout.record_bytes}")
+        self.num_written += self._write_at(self.order.positions(ids), opaque)
 
     def clear(self) -> None:
         """Forgets every row: the file is one hole again."""
         os.ftruncate(self._fd, 0)
         try:
-            os.ftruncate(self._fd, self.size)
+            os.ftruncate(self._fd, self._size)
         except OSError as error:
             raise ValueError(
-                f"{self.path} cannot be made {self.size} bytes long: {error.strerror}. Choose "
+                f"{self.path} cannot be made {self._size} bytes long: {error.strerror}. Choose "
                 "another folder for the tiers of this table"
             ) from error
-        os.pwrite(self._fd, self._header, 0)
+        page = mmap.mmap(-1, HEADER_BYTES)  # begins on a page boundary, which O_DIRECT needs
+        page[:] = self._header
+        os.pwrite(self._fd, page, 0)
+        self.num_written = 0
 
     def written(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(ids, records) of all rows ever written, in file order, some MiB at a time."""
-        record_bytes = self.layout.record_bytes
-        done = 0
+        """(ids, records) of all rows ever written, in file order, some MiB at a time.
+
+        Raises:
+            OSError: the file system hides data of a sparse file, so that rows would be lost.
+        """
+        found = done = 0
         for start, stop in self._extents():
-            first = max(done, (start - HEADER_BYTES) // record_bytes)
-            done = min(self.order.num_rows, -(-(stop - HEADER_BYTES) // record_bytes))
-            for at in range(first, done, step := max(1, _SCAN_BYTES // record_bytes)):
-                records = self._read_range(at, min(done, at + step))
+            first = max(done, (start - HEADER_BYTES) // self.layout.record_bytes)
+            done = -(-(stop - HEADER_BYTES) // self.layout.record_bytes)
+            done = min(done, self.order.num_rows)
+            for positions, records in self._scan(first, done):
                 which = np.flatnonzero(records[WRITTEN])
+                found += len(which)
                 if len(which):
-                    yield self.order.ids(at + which), records[which]
+                    yield self.order.ids(positions[which]), records[which]
+        if found < self.num_written:
+            raise OSError(
+                errno.EIO,
+                f"{self.num_written} rows were written, the file system shows {found} (SEEK_DATA)",
+                str(self.path),
+            )
 
     def allocated_bytes(self) -> int:
         """Bytes that the file takes on the device, which grow with the rows ever written."""
@@ -103,14 +134,12 @@ class RowFile:
 
     def close(self) -> None:
         """Removes the file."""
-        self._records = np.empty(0)
-        self._map.close()
         self._finalizer()
 
     def _extents(self) -> Iterator[tuple[int, int]]:
         """Byte ranges that are not holes, after the header."""
         stop = HEADER_BYTES
-        while stop < self.size:
+        while stop < self._size:
             try:
                 start = os.lseek(self._fd, stop, os.SEEK_DATA)
             except OSError as error:
@@ -120,24 +149,65 @@ class RowFile:
             stop = os.lseek(self._fd, start, os.SEEK_HOLE)
             yield start, stop
 
-    def _read_range(self, first: int, stop: int) -> np.ndarray:
-        """Records of the positions [first, stop), read as one piece and not through the map."""
-        records = np.empty(stop - first, self.layout.record_dtype)
-        read_fully(self._fd, records.view(np.uint8).data, self._offset(first))
-        return records
+    def _scan(self, first: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Positions and records of [first, stop), piece by piece."""
+        record_bytes = self.layout.record_bytes
+        step = max(1, _SCAN_PAGES * PAGE // record_bytes)
+        for at in range(first, stop, step):
+            end = min(stop, at + step)
+            start_byte = HEADER_BYTES + at * record_bytes
+            stop_byte = HEADER_BYTES + end * record_bytes
+            first_page = start_byte // PAGE
+            content = self._read_pages(first_page * PAGE, -(-stop_byte // PAGE) - first_page)
+            content = content[start_byte - first_page * PAGE :][: stop_byte - start_byte]
+            yield np.arange(at, end), content.view(self.layout.record_dtype)
 
-    def _offset(self, position: int) -> int:
-        return HEADER_BYTES + position * self.layout.record_bytes
 
-    def _let_go(self, num_rows: int) -> None:
-        self._pages_seen += num_rows * self._pages_per_record
-        if self._pages_seen * PAGE > _MAPPED_BYTES:
-            self._map.madvise(mmap.MADV_DONTNEED)
-            self._pages_seen = 0
+class MappedRowFile(RowFile):
+    """A row file mapped into memory: the kernel caches it in whatever memory is free."""
+
+    def __init__(
+        self, path: Path, header: Header, layout: RowLayout, order: RowOrder, counters: Counters
+    ) -> None:
+        super().__init__(path, header, layout, order, counters)
+        self._map = mmap.mmap(self._fd, self._size)
+        self._map.madvise(mmap.MADV_RANDOM)
+        num_rows, record_bytes = header.num_embeddings, layout.record_bytes
+        self._records = np.frombuffer(self._map, f"V{record_bytes}", num_rows, HEADER_BYTES)
+        self._marks = self._records.view(layout.record_dtype)[WRITTEN]
+        self._accesses = 0
+
+    def close(self) -> None:
+        del self._records, self._marks
+        self._map.close()
+        super().close()
+
+    def _read_at(self, positions: np.ndarray) -> np.ndarray:
+        self._limit_resident(len(positions))
+        self._counters.file_bytes_read += len(positions) * self.layout.record_bytes
+        return self._records[positions]
+
+    def _write_at(self, positions: np.ndarray, records: np.ndarray) -> int:
+        self._limit_resident(len(positions))
+        self._check_space(len(positions))
+        fresh = np.count_nonzero(self._marks[positions] == 0)
+        self._records[positions] = records
+        self._counters.file_bytes_written += len(positions) * self.layout.record_bytes
+        return int(fresh)
+
+    def _read_pages(self, offset: int, num_pages: int) -> np.ndarray:
+        return np.frombuffer(os.pread(self._fd, num_pages * PAGE, offset), np.uint8)
+
+    def _limit_resident(self, accesses: int) -> None:
+        self._accesses += accesses
+        if self._accesses > _ACCESSES_BETWEEN_LOOKS:
+            self._accesses = 0
+            if _resident_file_bytes() > _RESIDENT_BYTES:
+                self._map.madvise(mmap.MADV_DONTNEED)
 
     def _check_space(self, num_rows: int) -> None:
         """A full device kills a process that writes to a map; it gets an error before instead."""
-        needed = num_rows * self._pages_per_record * PAGE
+        needed = num_rows * (PAGE + self.layout.record_bytes)
         free = os.fstatvfs(self._fd)
         if free.f_bavail * free.f_frsize < needed:
             raise OSError(
@@ -145,30 +215,46 @@ class RowFile:
             )
 
 
-def read_fully(fd: int, buffer: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:]], offset + done)
-        if not count:
-            raise OSError(errno.EIO, f"the file ends at byte {offset + done}")
-        done += count
+def _resident_file_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return next((int(line.split()[1]) << 10 for line in status if "RssFile" in line), 0)
 
 
-def _open_locked(path: Path) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+def _open_locked(path: Path, flags: int) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o644)
+    except OSError as error:
+        if flags and error.errno == errno.EINVAL:
+            raise ValueError(
+                f"{path.parent} takes no direct reads (O_DIRECT): set direct_reads=False, or "
+                "choose a folder on block storage"
+            ) from error
+        raise
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(fd).st_size:
-            Header.read(fd, path)  # what is not ours is not overwritten
+            _check_ours(path)
     except BlockingIOError as error:
         os.close(fd)
         raise ValueError(
-            f"{path} is in use by another process or table: give each its own folder"
+            f"{path} is in use by another table or process: give each its own name or folder"
         ) from error
-    except ValueError as error:
+    except ValueError:
         os.close(fd)
-        raise ValueError(f"{error}; it is left as it is, remove it if nobody needs it") from error
+        raise
     return fd
+
+
+def _check_ours(path: Path) -> None:
+    """What is not a row file is not overwritten."""
+    with open(path, "rb") as file:
+        try:
+            Header.read(file.fileno(), path)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. It is left as it is: remove it if nobody needs it"
+            ) from error
 
 
 def _remove(fd: int, path: Path) -> None:

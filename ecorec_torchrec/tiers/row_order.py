@@ -13,6 +13,7 @@ class RowOrder:
     memory for storing deep learning models", MLSys 2019).
 
     Args:
+        table: its name, for errors.
         num_rows: N.
         hot_ids: H ids in the order in which they come first, each once; the others follow by id.
 
@@ -21,22 +22,22 @@ class RowOrder:
 
     Example::
 
-        order = RowOrder(6, np.array([4, 1]))
+        order = RowOrder("ads", 6, np.array([4, 1]))
         order.positions(np.array([4, 1, 0, 2, 5]))   # [0, 1, 2, 3, 5]
         order.ids(np.array([0, 3]))                  # [4, 2]
     """
 
-    def __init__(self, num_rows: int, hot_ids: np.ndarray) -> None:
+    def __init__(self, table: str, num_rows: int, hot_ids: np.ndarray) -> None:
         self.num_rows = num_rows
         self.hot_ids = hot_ids.astype(np.int64, copy=False)
         self._by_id = np.argsort(self.hot_ids, kind="stable")
         self._sorted = self.hot_ids[self._by_id]
         outside = self.hot_ids[(self.hot_ids < 0) | (self.hot_ids >= num_rows)]
         if len(outside):
-            raise ValueError(f"hot row {outside[0]} is not in [0, {num_rows})")
+            raise ValueError(f"table {table}: hot row {outside[0]} is not in [0, {num_rows})")
         twice = self._sorted[1:][self._sorted[1:] == self._sorted[:-1]]
         if len(twice):
-            raise ValueError(f"hot row {twice[0]} is named twice")
+            raise ValueError(f"table {table}: hot row {twice[0]} is named twice")
         # How many rows that are not hot come before each hot one, by id.
         self._cold_before = self._sorted - np.arange(len(self._sorted))
 

@@ -131,6 +131,17 @@ class RowLayout:
         """Bytes of one row in the second level and in the file."""
         return self.record_dtype.itemsize
 
+    def width(self, column: str) -> int:
+        """Elements of one column.
+
+        Raises:
+            ValueError: there is no such column.
+        """
+        for name, width, _ in self.columns:
+            if name == column:
+                return width
+        raise ValueError(f"no column {column!r}; there are {[name for name, _, _ in self.columns]}")
+
     def new_records(self, count: int) -> np.ndarray:
         """(count,) records of zeros, which is what an unwritten place of the file reads as."""
         return np.zeros(count, self.record_dtype)

@@ -52,7 +52,8 @@ class RowCache:
         self.backing = backing
         self._directory, self._slots = directory, slots
         self._kept_ids, self._counters = kept_ids, counters
-        self._pins_lock = threading.Lock()
+        # The garbage collector may let go of a batch in the midst of anything: reentrant.
+        self._pins_lock = threading.RLock()
         self._last_seen = np.empty(len(directory), np.int64)
         self._leaving: Rows | None = None
 

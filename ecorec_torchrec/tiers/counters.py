@@ -19,8 +19,8 @@ class Counters:
         memory_rows_written: rows that went from a slot to the second level.
         file_rows_written: changed rows that went to the file.
         memory_bytes_read, memory_bytes_written: records from and to the second level.
-        file_bytes_read, file_bytes_written: records from and to the file, for evaluation too; with
-            direct reads the pages that were moved for them.
+        file_bytes_read, file_bytes_written: records from and to the file, also those of evaluation
+            and checkpoints; with direct reads the pages that were moved for them.
         postponed: prefetches that waited until an earlier batch released its slots.
         prefetch_ms: time that the worker was busy.
         wait_ms: time that training waited for it.

@@ -50,11 +50,8 @@ class DirectRowFile(RowFile):
         self._counters.file_bytes_written += int(requests[2].sum())
         return int(np.count_nonzero(marks == 0))
 
-    def _read_pages(self, offset: int, num_pages: int) -> np.ndarray:
-        self._grow(num_pages)
-        one = (np.array([offset]), np.array([self._address]), np.array([num_pages * PAGE]))
-        self._io.read(*one)
-        return self._buffer[: num_pages * PAGE].copy()
+    def _announce(self, start: int, stop: int) -> None:
+        """Nothing is read ahead where nothing is cached."""
 
     def _load(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple]:
         """Reads the pages of records into the buffer.

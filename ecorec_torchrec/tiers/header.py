@@ -13,7 +13,8 @@ from typing import Any
 HEADER_BYTES = 4096
 FORMAT_VERSION = 1
 _MAGIC = b"ECORECTT"
-_PREFIX = struct.Struct("<8sII")  # magic, length of the text, checksum of the text
+_PREFIX = struct.Struct("<8sI")  # magic, checksum of all that follows in the page
+_TEXT_BYTES = HEADER_BYTES - _PREFIX.size
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ class Header:
 
     def to_bytes(self) -> bytes:
         text = json.dumps(asdict(self)).encode()
-        assert len(text) <= HEADER_BYTES - _PREFIX.size, f"a header of {len(text)} bytes"
-        return (_PREFIX.pack(_MAGIC, len(text), zlib.crc32(text)) + text).ljust(HEADER_BYTES, b"\0")
+        assert len(text) <= _TEXT_BYTES, f"a header of {len(text)} bytes"
+        text = text.ljust(_TEXT_BYTES)
+        return _PREFIX.pack(_MAGIC, zlib.crc32(text)) + text
 
     @classmethod
     def read(cls, fd: int, path: Path) -> Header:
@@ -61,8 +63,8 @@ class Header:
             raise ValueError(
                 f"{path} is damaged: its header ends after {len(page)} of {HEADER_BYTES} bytes"
             )
-        _, length, checksum = _PREFIX.unpack_from(page)
-        text = page[_PREFIX.size : _PREFIX.size + length]
+        _, checksum = _PREFIX.unpack_from(page)
+        text = page[_PREFIX.size :]
         if zlib.crc32(text) != checksum:
             raise ValueError(f"{path} is damaged: the checksum of its header does not fit")
         values = json.loads(text)

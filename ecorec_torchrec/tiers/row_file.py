@@ -24,7 +24,8 @@ from .row_order import RowOrder
 from .spec import WRITTEN, RowLayout
 
 PAGE = 4096
-_SCAN_PAGES = 1024
+_SCAN_ROWS = 1 << 15
+_READ_AHEAD_BYTES = 64 << 20
 # Pages of mapped files that the process may show as its memory before it lets go of them (the
 # kernel keeps them as its cache all the same), and after how many accesses it looks.
 _RESIDENT_BYTES = 1 << 30
@@ -73,8 +74,8 @@ class RowFile(ABC):
         """Stores opaque records; how many of the places were never written before."""
 
     @abstractmethod
-    def _read_pages(self, offset: int, num_pages: int) -> np.ndarray:
-        """Bytes of whole pages from a multiple of `PAGE` on."""
+    def _announce(self, start: int, stop: int) -> None:
+        """Says which bytes will be read soon, in order."""
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         """Records (U,) of rows `ids` (U,); zeros for rows that were never written."""
@@ -106,21 +107,18 @@ class RowFile(ABC):
         self.num_written = 0
 
     def written(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(ids, records) of all rows ever written, in file order, some MiB at a time.
+        """(ids, records) of all rows ever written, in file order, block by block.
 
         Raises:
             OSError: the file system hides data of a sparse file, so that rows would be lost.
         """
-        found = done = 0
-        for start, stop in self._extents():
-            first = max(done, (start - HEADER_BYTES) // self.layout.record_bytes)
-            done = -(-(stop - HEADER_BYTES) // self.layout.record_bytes)
-            done = min(done, self.order.num_rows)
-            for positions, records in self._scan(first, done):
-                which = np.flatnonzero(records[WRITTEN])
-                found += len(which)
-                if len(which):
-                    yield self.order.ids(positions[which]), records[which]
+        found = 0
+        for positions in self._positions_with_data():
+            records = self._read_at(positions).view(self.layout.record_dtype)
+            which = np.flatnonzero(records[WRITTEN])
+            found += len(which)
+            if len(which):
+                yield self.order.ids(positions[which]), records[which]
         if found < self.num_written:
             raise OSError(
                 errno.EIO,
@@ -149,18 +147,23 @@ class RowFile(ABC):
             stop = os.lseek(self._fd, start, os.SEEK_HOLE)
             yield start, stop
 
-    def _scan(self, first: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Positions and records of [first, stop), piece by piece."""
-        record_bytes = self.layout.record_bytes
-        step = max(1, _SCAN_PAGES * PAGE // record_bytes)
-        for at in range(first, stop, step):
-            end = min(stop, at + step)
-            start_byte = HEADER_BYTES + at * record_bytes
-            stop_byte = HEADER_BYTES + end * record_bytes
-            first_page = start_byte // PAGE
-            content = self._read_pages(first_page * PAGE, -(-stop_byte // PAGE) - first_page)
-            content = content[start_byte - first_page * PAGE :][: stop_byte - start_byte]
-            yield np.arange(at, end), content.view(self.layout.record_dtype)
+    def _positions_with_data(self) -> Iterator[np.ndarray]:
+        """Positions of all records that do not lie in holes, about `_SCAN_ROWS` at a time."""
+        pieces: list[np.ndarray] = []
+        count = done = 0
+        for start, stop in self._extents():
+            self._announce(start, stop)
+            first = max(done, (start - HEADER_BYTES) // self.layout.record_bytes)
+            done = -(-(stop - HEADER_BYTES) // self.layout.record_bytes)
+            done = min(done, self.order.num_rows)
+            for at in range(first, done, _SCAN_ROWS):
+                pieces.append(np.arange(at, min(done, at + _SCAN_ROWS)))
+                count += len(pieces[-1])
+                if count >= _SCAN_ROWS:
+                    yield np.concatenate(pieces)
+                    pieces, count = [], 0
+        if pieces:
+            yield np.concatenate(pieces)
 
 
 class MappedRowFile(RowFile):
@@ -195,8 +198,9 @@ class MappedRowFile(RowFile):
         self._counters.file_bytes_written += len(positions) * self.layout.record_bytes
         return int(fresh)
 
-    def _read_pages(self, offset: int, num_pages: int) -> np.ndarray:
-        return np.frombuffer(os.pread(self._fd, num_pages * PAGE, offset), np.uint8)
+    def _announce(self, start: int, stop: int) -> None:
+        length = min(stop - start, _READ_AHEAD_BYTES)
+        os.posix_fadvise(self._fd, start, length, os.POSIX_FADV_WILLNEED)
 
     def _limit_resident(self, accesses: int) -> None:
         self._accesses += accesses

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -57,12 +58,18 @@ class Ticket:
         self.ready: Future[PinnedBatch] = Future()
         self.remapped = False
 
+    @property
+    def failed(self) -> bool:
+        """Whether its rows could not be brought in."""
+        return self.ready.done() and self.ready.exception() is not None
+
 
 class TieredTable:
     """N rows: S of them in the lookup kernel's slots, the others in memory and in a file.
 
     Each table has a thread of its own that moves its rows: the thread mostly waits for storage,
-    and so the tables of a model wait side by side. Methods are called from one other thread.
+    and so the tables of a model wait side by side. Methods are called from one other thread;
+    `release` from any.
 
     Args:
         name: the table's name, in errors and file names.
@@ -164,17 +171,19 @@ class TieredTable:
             OSError: storage failed.
         """
         start = time.perf_counter()
+        if ticket.number not in self._in_flight and not ticket.failed:
+            raise self._released_before()
+        if not ticket.ready.done():
+            self._worker.submit(self._advance, ticket.number)
         try:
-            slots_L = self._wait(ticket).slots_L
+            slots_L = ticket.ready.result().slots_L
         finally:
             self._counters.wait_ms += (time.perf_counter() - start) * 1e3
-        if ticket.number not in self._in_flight:
-            raise ValueError(f"table {self.name}: the batch was released or drained before")
         ticket.remapped = True
         return torch.from_numpy(slots_L).view(ticket.ids_L.shape).to(self.device)
 
     def release(self, ticket: Ticket, *, dirty: bool) -> None:
-        """Lets the rows of a batch leave their slots again.
+        """Lets the rows of a batch leave their slots again. Returns at once, in any thread.
 
         Args:
             ticket: of `prefetch`. One that failed may be released, to no effect.
@@ -183,13 +192,12 @@ class TieredTable:
         Raises:
             ValueError: the ticket was released before.
         """
-        try:
-            batch = self._wait(ticket)
-        except Exception:
-            return  # it holds nothing, and `remap` tells
         if self._in_flight.pop(ticket.number, None) is None:
-            raise ValueError(f"table {self.name}: the batch was released or drained before")
-        self._cache.unpin(batch, dirty)
+            if ticket.failed:
+                return  # it holds nothing, and `remap` tells
+            raise self._released_before()
+        # A batch on its way is let go when it arrives; one that is not is not brought in.
+        ticket.ready.add_done_callback(partial(self._unpin, dirty))
         if self._queue:
             self._worker.submit(self._advance)
 
@@ -332,11 +340,6 @@ class TieredTable:
 
     # The worker
 
-    def _wait(self, ticket: Ticket) -> PinnedBatch:
-        if not ticket.ready.done():
-            self._worker.submit(self._advance, ticket.number)
-        return ticket.ready.result()
-
     def _advance(self, until: int = -1) -> None:
         """Brings in the batches of the queue while they fit.
 
@@ -347,12 +350,15 @@ class TieredTable:
         start = time.perf_counter()
         while self._queue:
             ticket = self._queue[0]
+            if ticket.number not in self._in_flight:
+                self._queue.popleft()
+                continue
             try:
                 fits = self._bring_in(ticket, final=ticket.number <= until)
             except BaseException as error:
-                self._in_flight.pop(ticket.number, None)
                 if not ticket.ready.done():  # a write-back that failed is told to the next caller
                     ticket.ready.set_exception(error)
+                    self._in_flight.pop(ticket.number, None)
                 fits = True  # what comes after it may
             if not fits:
                 self._counters.postponed += 1
@@ -378,6 +384,10 @@ class TieredTable:
         if final:
             raise ValueError(self._too_many(len(np.unique(ids_L))))
         return False
+
+    def _unpin(self, dirty: bool, ready: Future[PinnedBatch]) -> None:
+        if ready.exception() is None:
+            self._cache.unpin(ready.result(), dirty)
 
     # Small things
 
@@ -407,6 +417,9 @@ class TieredTable:
             wrong = plain[(plain < 0) | (plain >= self.num_embeddings)][0]
             raise ValueError(f"table {self.name}: id {wrong} is not in [0, {self.num_embeddings})")
         return plain
+
+    def _released_before(self) -> ValueError:
+        return ValueError(f"table {self.name}: the batch was released or drained before")
 
     def _check_usable(self) -> None:
         if self._failure is not None:

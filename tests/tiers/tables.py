@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 from ecorec_torchrec.tiers import RowInit, RowLayout, Ticket, TieredTable, TierSpec
 
 DIM = 4
-LAYOUT = RowLayout((("weight", DIM, torch.float32), ("momentum1", 1, torch.float32)))
 
 
 def zipf_batches(
@@ -48,17 +48,17 @@ class Trained:
     in_flight: list[Ticket] = field(default_factory=list)
 
     @classmethod
-    def make(cls, folder: Path, num_rows: int, cache_rows: int, **wishes: object) -> "Trained":
-        """`wishes` go to `TierSpec`, except `hot_rows`."""
+    def make(cls, folder: Path, num_rows: int, cache_rows: int, **wishes: Any) -> "Trained":
+        """`wishes` go to `TierSpec`, except `hot_rows` and `weight_dtype`."""
         hot_rows = wishes.pop("hot_rows", ())
-        weight, momentum = (
-            torch.full((cache_rows, DIM), torch.nan),
-            torch.full((cache_rows, 1), -1.0),
-        )
+        dtype = wishes.pop("weight_dtype", torch.float32)
+        layout = RowLayout((("weight", DIM, dtype), ("momentum1", 1, torch.float32)))
+        weight = torch.full((cache_rows, DIM), torch.nan, dtype=dtype)
+        momentum = torch.full((cache_rows, 1), torch.nan)
         init = RowInit(DIM, seed=5)
-        spec = TierSpec(cache_rows, str(folder), **wishes)  # type: ignore[arg-type]
+        spec = TierSpec(cache_rows, str(folder), **wishes)
         slots = {"weight": weight, "momentum1": momentum}
-        table = TieredTable("ads", num_rows, LAYOUT, spec, init, slots, hot_rows)  # type: ignore[arg-type]
+        table = TieredTable("ads", num_rows, layout, spec, init, slots, hot_rows)
         plain = init.rows(torch.arange(num_rows))
         return cls(table, weight, momentum, plain, torch.zeros(num_rows, 1))
 

@@ -219,14 +219,15 @@ class EcoRecEnumerator(EmbeddingEnumerator):
         for sharding_type, blocks in self._cuts(table, template.tensor.shape[1]):
             kernels = table.kernels(sharding_type, self._compute_device)
             allowed = self._filter_compute_kernels(table.name, kernels, sharding_type)
-            for kernel, block in itertools.product(allowed, blocks):
-                option = copy.copy(template)
-                option.sharding_type, option.compute_kernel = sharding_type, kernel
-                option.partition_by = get_partition_by_type(sharding_type)
-                sizes, offsets = self._layout(option, sharding_type, block)
-                option.shards, counts = _runs(sizes, offsets)
-                for form in _in_allowed_forms(option, table, constraint):
-                    yield Candidate(form, counts, block)
+            for block in blocks:
+                sizes, offsets = self._layout(template, sharding_type, block)
+                for kernel in allowed:
+                    option = copy.copy(template)
+                    option.sharding_type, option.compute_kernel = sharding_type, kernel
+                    option.partition_by = get_partition_by_type(sharding_type)
+                    option.shards, counts = _runs(sizes, offsets)
+                    for form in _in_allowed_forms(option, table, constraint):
+                        yield Candidate(form, counts, block)
 
     def _cuts(self, table: PlannedTable, columns: int) -> Iterator[tuple[str, list[int | None]]]:
         """Sharding types of a table, each with its columns per shard; None is TorchRec's choice.

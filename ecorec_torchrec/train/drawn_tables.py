@@ -66,7 +66,8 @@ def expected_unique_ids(num_embeddings: int, exponent: float, lookups: float) ->
     """
     single = np.arange(1, min(num_embeddings, 1000) + 1)
     edges = np.concatenate([single, np.geomspace(1, num_embeddings + 1, 400)]).astype(np.int64)
-    edges = np.append(np.unique(edges[edges <= num_embeddings]), num_embeddings + 1)
+    edges = np.sort(edges[edges <= num_embeddings])
+    edges = np.append(edges[np.append(True, edges[1:] != edges[:-1])], num_embeddings + 1)
     low, high = edges[:-1].astype(float), edges[1:].astype(float)
     width = high - low
     weight = np.sqrt(low * np.maximum(high - 1, low)) ** -exponent

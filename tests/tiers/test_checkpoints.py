@@ -137,13 +137,13 @@ def test_two_hundred_gib_train_in_little_memory(
 ) -> None:
     """The file grows with the rows that were touched, and so does nothing else."""
     before, mapped_before = resident_bytes(), resident_bytes("RssFile")
-    monkeypatch.setattr(row_file, "_RESIDENT_BYTES", mapped_before + (16 << 20))
-    monkeypatch.setattr(row_file, "_ACCESSES_BETWEEN_LOOKS", 1000)
+    monkeypatch.setattr(row_file, "_RESIDENT_BYTES", mapped_before + (4 << 20))
+    monkeypatch.setattr(row_file, "_ACCESSES_BETWEEN_LOOKS", 500)
     num_rows = (200 << 30) // 24
     table, slots = make_table(tmp_path, num_rows, cache_rows=5000, direct_reads=direct)
     rng, most_mapped = np.random.default_rng(0), 0
-    for _ in range(12):
-        ids = torch.from_numpy(rng.integers(0, num_rows, 1500))
+    for _ in range(8):
+        ids = torch.from_numpy(rng.integers(0, num_rows, 1000))
         ticket = table.prefetch(ids)
         slots["weight"][table.remap(ticket)] += 1
         table.release(ticket, dirty=True)
@@ -151,12 +151,12 @@ def test_two_hundred_gib_train_in_little_memory(
     expected = RowInit(4, seed=1).rows(ids) + 1
     assert torch.equal(table.read(ids)["weight"], expected)
     num_touched = sum(len(block) for block in table.touched_rows())
-    assert num_touched == pytest.approx(12 * 1500, abs=20)
+    assert num_touched == pytest.approx(8000, abs=20)
     assert table._cache.backing.file._size > 200 << 30
     # A page and the file system's own bookkeeping for each row that lies alone.
     assert table.file_bytes < 1.3 * num_touched * 4096 + (1 << 20)
     assert resident_bytes() - before < 256 << 20
-    assert most_mapped - mapped_before < 48 << 20
+    assert most_mapped - mapped_before < 24 << 20  # of 32 that were touched
     table.close()
 
 

@@ -36,7 +36,6 @@ SHARED_BYTES_LIMITS = {
 """Target -> what a program may ask for; the compiler itself does not look."""
 
 _COL_FACTORS = ((2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8))
-_RANKS = (8, 16, 32, 64, 128)
 _DTYPE_NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -93,6 +92,9 @@ class CompileOptions:
 
     seed: int = 0
     """Of the draw."""
+
+    ranks: tuple[int, ...] = (8, 16, 32, 64, 128)
+    """Ranks of the tables that are looked up."""
 
     candidates: bool = False
     """Compile every configuration that a search may choose (`ECOREC_TRITON_AUTOTUNE`), 8 times as
@@ -156,7 +158,7 @@ def _problems(row: Resources) -> Iterator[str]:
 
 def _jobs(options: CompileOptions) -> list[tuple[Launch, str]]:
     """What to compile for which target; a sample has one launch of every kernel first."""
-    shapes = [(col_factors, rank) for col_factors in _COL_FACTORS for rank in _RANKS]
+    shapes = [(col_factors, rank) for col_factors in _COL_FACTORS for rank in options.ranks]
     generator = random.Random(options.seed)
     if options.sample is not None:
         shapes = generator.sample(shapes, 3)

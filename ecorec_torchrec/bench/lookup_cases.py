@@ -283,6 +283,7 @@ def contenders(device: torch.device) -> list[Contender]:
                 "eco_rec_micro_batched", "numba", "eco_rec_micro_batched",
                 lambda: baselines.NumbaEcoRec(),
             ),
+            ("grouped_plain", "numba", "grouped_fused", lambda: baselines.NumbaGroupedPlain()),
             *papers,
         ]  # fmt: skip
     dense = [

@@ -20,6 +20,7 @@ _OURS_IN_TORCH = ("grouped", "torch")
 _ECO_REC = ("eco_rec_micro_batched", "numba")
 _ECO_REC_IN_TORCH = ("eco_rec_micro_batched", "torch")
 _ECO_REC_TUNED = ("eco_rec_tuned", "numba")
+_FIRST_FORM = ("grouped_plain", "numba")
 _GAINS = (
     ("algorithm, in numba: grouped over EcoRec as published", _ECO_REC, _OURS),
     ("algorithm, in numba: grouped over EcoRec tuned", _ECO_REC_TUNED, _OURS),
@@ -29,6 +30,7 @@ _GAINS = (
         ("eco_rec", "torch"),
         _OURS_IN_TORCH,
     ),
+    ("engine: grouped over its first form, both in numba", _FIRST_FORM, _OURS),
     ("engine: EcoRec in numba over PyTorch", _ECO_REC_IN_TORCH, _ECO_REC),
     ("engine: grouped in numba over PyTorch", _OURS_IN_TORCH, _OURS),
     ("both: ours over EcoRec in PyTorch", _ECO_REC_IN_TORCH, _OURS),
@@ -144,7 +146,14 @@ def _summary(runs: list[list[Row]]) -> list[str]:
         "algorithm, in numba: over EcoRec tuned": (_ECO_REC_TUNED, _OURS),
         "algorithm, in PyTorch: over EcoRec": (_ECO_REC_IN_TORCH, _OURS_IN_TORCH),
         "engine: numba over PyTorch": (_OURS_IN_TORCH, _OURS),
+        "engine: over our first form": (_FIRST_FORM, _OURS),
         "both: over EcoRec in PyTorch": (_ECO_REC_IN_TORCH, _OURS),
+        "both: over TT-Rec in PyTorch": (("tt_rec", "torch"), _OURS),
+        "over FBGEMM's dense table, SGD": (("dense_sgd", "fbgemm"), _OURS),
+        "over FBGEMM's dense table, row-wise Adagrad": (
+            ("dense_rowwise_adagrad", "fbgemm"),
+            ("grouped_rowwise_adagrad", "numba"),
+        ),
     }
     lines = ["| cell | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     for run in runs:

@@ -10,6 +10,7 @@ from .functional import Pattern, baseline_embedding_bag
 from .torch_patterns import EcoRec, ELRec, TTRec
 
 if TYPE_CHECKING:
+    from .numba_grouped import NumbaGroupedPlain
     from .numba_patterns import NumbaEcoRec, NumbaEcoRecTuned
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "EcoRec",
     "NumbaEcoRec",
     "NumbaEcoRecTuned",
+    "NumbaGroupedPlain",
     "Pattern",
     "TTRec",
     "baseline_embedding_bag",
@@ -28,4 +30,8 @@ def __getattr__(name: str) -> Any:
         from . import numba_patterns
 
         return getattr(numba_patterns, name)
+    if name == "NumbaGroupedPlain":
+        from . import numba_grouped
+
+        return numba_grouped.NumbaGroupedPlain
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ from ecorec_torchrec.kernels.baselines import (
     ELRec,
     NumbaEcoRec,
     NumbaEcoRecTuned,
+    NumbaGroupedPlain,
     Pattern,
     TTRec,
     baseline_embedding_bag,
@@ -18,7 +19,8 @@ from torch import Tensor
 from ecorec_torchrec.tt import TTSpec
 
 TORCH_PATTERNS = [TTRec(), TTRec(chunk_lookups=7), ELRec(), EcoRec(), EcoRec(3), EcoRec(None)]
-NUMBA_PATTERNS = [NumbaEcoRec(), NumbaEcoRec(3), NumbaEcoRec(None), NumbaEcoRecTuned()]
+NUMBA_PATTERNS = [NumbaEcoRec(), NumbaEcoRec(3), NumbaEcoRec(None), NumbaEcoRecTuned(),
+                  NumbaGroupedPlain()]  # fmt: skip
 SHAPES = [
     TTSpec(90, (4, 5, 5), (4, 4, 4), (16, 16)),
     TTSpec(90, (4, 5, 5), (4, 4, 8), (32, 64)),
@@ -82,8 +84,11 @@ def test_numba_patterns_equal_the_reference(spec: TTSpec, pattern: Pattern) -> N
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("pattern", [EcoRec(100), *NUMBA_PATTERNS[:1], NumbaEcoRec(100),
-                                     NumbaEcoRecTuned()], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    "pattern",
+    [EcoRec(100), NumbaEcoRec(), NumbaEcoRec(100), NumbaEcoRecTuned(), NumbaGroupedPlain()],
+    ids=repr,
+)
 def test_large_batch_on_threads(pattern: Pattern, num_threads: int) -> None:
     """Large enough for several threads and micro-batches that cut prefixes."""
     spec = TTSpec(3000, (15, 10, 20), (2, 4, 4), (16, 8))
@@ -115,7 +120,9 @@ def test_one_id_many_times(pattern: Pattern) -> None:
     check_against_reference(SHAPES[0], ids, offsets, pattern, torch.float64)
 
 
-@pytest.mark.parametrize("pattern", [TTRec(), ELRec(), NumbaEcoRec()], ids=repr)
+@pytest.mark.parametrize(
+    "pattern", [TTRec(), ELRec(), NumbaEcoRec(), NumbaGroupedPlain()], ids=repr
+)
 def test_an_id_out_of_range_is_refused(pattern: Pattern) -> None:
     spec = SHAPES[2]
     with pytest.raises(ValueError, match=r"31"):

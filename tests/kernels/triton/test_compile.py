@@ -44,10 +44,12 @@ print(json.dumps(compile_check(options)))
 @pytest.mark.parametrize(
     "options",
     [{"targets": ["sm_80", "sm_90", "sm_100", "gfx942"]},
-     {"targets": ["sm_90"], "candidates": True}],
-    ids=["heuristic", "candidates"],
+     {"targets": ["sm_90"], "candidates": True},
+     {"targets": ["sm_80"], "ranks": [1, 2, 12, 14]}],
+    ids=["heuristic", "candidates", "small ranks"],
 )  # fmt: skip
 def test_sample_compiles_without_spills(tmp_path, options):
+    """Small ranks, too: matrix units take no side below 16, and kernels were refused for that."""
     out = tmp_path / "compile.csv"
     options |= {"sample": len(KERNELS)}
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

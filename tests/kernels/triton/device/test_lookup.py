@@ -20,8 +20,10 @@ from ecorec_torchrec.kernels.tt_lookup import (
 from ecorec_torchrec.kernels.tt_lookup.launch import LaunchConfig, dot_precision
 from ecorec_torchrec.kernels.tt_lookup.triton_parts import choose_cut
 
-RELATIVE_ERROR = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 6e-3}
-TF32_RELATIVE_ERROR = 2e-3
+RELATIVE_ERROR = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+# On a GPU half-precision cores meet operands that are cut to tf32, product after product.
+GPU_RELATIVE_ERROR = RELATIVE_ERROR | {torch.float16: 4e-3, torch.bfloat16: 1e-2}
+TF32_RELATIVE_ERROR = 5e-3
 ODD_SIZES = [1, 3, 127, 129]
 
 
@@ -52,6 +54,10 @@ def weighted(case):
     return replace(case, weights_L=torch.randn(len(case.indices_L)))
 
 
+def relative_error(dtype, device):
+    return (GPU_RELATIVE_ERROR if device == "cuda" else RELATIVE_ERROR)[dtype]
+
+
 def assert_true(case, dtype=torch.float32, limit=None, **options):
     output, core_grads, weights_grad = case.run(backend="triton", **options)
     true_output, true_core_grads, true_weights_grad = case.truth()
@@ -60,7 +66,7 @@ def assert_true(case, dtype=torch.float32, limit=None, **options):
         actual, wanted = [*actual, weights_grad], [*wanted, true_weights_grad]
     for position, (result, truth) in enumerate(zip(actual, wanted, strict=True)):
         error = (result.double() - truth).norm()
-        bound = (limit or RELATIVE_ERROR[dtype]) * truth.norm()
+        bound = (limit or relative_error(dtype, case.device)) * truth.norm()
         assert error <= bound, f"result {position}: {error}"
 
 
@@ -265,8 +271,9 @@ def test_a_batch_of_real_size(device, dtype):
         out = batched_tt_embedding_bag(ids, offsets, cores, batch, backend=backend)
         grad = torch.linspace(-1, 1, out.numel()).sin().view_as(out).to(out)
         results.append([out, *torch.autograd.grad(out, cores, grad)])
+    limit = 4 * relative_error(dtype, device)  # sums of thousands of terms
     for result, truth in zip(*results, strict=True):
-        assert (result.double() - truth).norm() <= RELATIVE_ERROR[dtype] * truth.norm()
+        assert (result.double() - truth).norm() <= limit * truth.norm()
 
 
 @pytest.mark.gpu

@@ -1,0 +1,197 @@
+"""The loops of `NumbaGroupedPlain`, as a compiler makes of them what they say.
+
+Legend, `shape` and `G2_T`, `G3_T` as in `cpu_kernels.py`. The products are the SIMD tiles of
+`tt_lookup`; sorting, pooling and the sums of bag gradients are plain loops.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from ecorec_torchrec.kernels.tt_lookup.cpu_simd import matmul
+from numba import njit
+
+from .cpu_kernels import (
+    _add,
+    _address,
+    _core3_gradient,
+    _prefix_gradient,
+    _rows_of_prefix,
+)
+
+_DIGIT_BITS = 11
+
+
+@njit(cache=True, nogil=True)
+def sort_by_id(ids, key_bits):  # type: ignore[no-untyped-def]
+    """`id << 32 | occurrence`, sorted: a radix sort of whole ids, 11 bits at a time."""
+    source = np.empty(len(ids), np.int64)
+    for i in range(len(ids)):
+        source[i] = np.int64(ids[i]) << 32 | i
+    target = np.empty_like(source)
+    mask = (1 << _DIGIT_BITS) - 1
+    for shift in range(32, 32 + key_bits, _DIGIT_BITS):
+        starts = np.zeros(mask + 2, np.int64)
+        for i in range(len(source)):
+            starts[((source[i] >> shift) & mask) + 1] += 1
+        for digit in range(mask + 1):
+            starts[digit + 1] += starts[digit]
+        for i in range(len(source)):
+            digit = (source[i] >> shift) & mask
+            target[starts[digit]] = source[i]
+            starts[digit] += 1
+        source, target = target, source
+    return source
+
+
+@njit(cache=True, nogil=True)
+def find_rows(packed_L, offsets, p2, p3):  # type: ignore[no-untyped-def]
+    """Rows and prefixes of the sorted lookups, and the row of every occurrence."""
+    num_lookups = len(packed_L)
+    bag_of_occurrence = np.empty(num_lookups, np.int32)
+    for bag in range(len(offsets) - 1):
+        for occurrence in range(offsets[bag], offsets[bag + 1]):
+            bag_of_occurrence[occurrence] = bag
+    bag_L, row_of_occurrence = np.empty_like(bag_of_occurrence), np.empty_like(bag_of_occurrence)
+    row_starts = np.empty(num_lookups + 1, np.int32)
+    prefix_starts = np.empty(num_lookups + 1, np.int32)
+    i1_P, i2_P = np.empty(num_lookups, np.int32), np.empty(num_lookups, np.int32)
+    i3_U = np.empty(num_lookups, np.int32)
+    num_rows = num_prefixes = 0
+    last_id = last_prefix = np.int64(-1)
+    for position in range(num_lookups):
+        row_id, occurrence = packed_L[position] >> 32, packed_L[position] & 0xFFFFFFFF
+        if row_id != last_id:
+            prefix = row_id // p3
+            if prefix != last_prefix:
+                i1_P[num_prefixes], i2_P[num_prefixes] = prefix // p2, prefix % p2
+                prefix_starts[num_prefixes] = num_rows
+                num_prefixes += 1
+                last_prefix = prefix
+            i3_U[num_rows] = row_id - prefix * p3
+            row_starts[num_rows] = position
+            num_rows += 1
+            last_id = row_id
+        bag_L[position] = bag_of_occurrence[occurrence]
+        row_of_occurrence[occurrence] = num_rows - 1
+    row_starts[num_rows], prefix_starts[num_prefixes] = num_lookups, num_rows
+    return (
+        bag_L, row_of_occurrence, row_starts[: num_rows + 1], prefix_starts[: num_prefixes + 1],
+        i1_P[:num_prefixes], i2_P[:num_prefixes], i3_U[:num_rows],
+    )  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def group_prefixes(i2_P, num_groups):  # type: ignore[no-untyped-def]
+    """Prefixes ordered by i2, and where every i2 begins."""
+    group_starts = np.zeros(num_groups + 1, np.int32)
+    for prefix in range(len(i2_P)):
+        group_starts[i2_P[prefix] + 1] += 1
+    for group in range(num_groups):
+        group_starts[group + 1] += group_starts[group]
+    places, order_P = group_starts[:-1].copy(), np.empty(len(i2_P), np.int32)
+    for prefix in range(len(i2_P)):
+        order_P[places[i2_P[prefix]]] = prefix
+        places[i2_P[prefix]] += 1
+    return order_P, group_starts
+
+
+@njit(cache=True, nogil=True)
+def _group_products(shape, G1, G2, i1_P, order_P, group, begin, end, stacked, products) -> None:  # type: ignore[no-untyped-def]
+    """Part 1 of a group as one product: `products` (n, t) = `stacked` (n*q1, r1) @ G2[group]."""
+    q1, q2, _, r1, r2 = shape
+    width = q2 * r2
+    for i in range(begin, end):
+        source = G1[i1_P[order_P[i]]]
+        for k in range(q1 * r1):
+            stacked[(i - begin) * q1 * r1 + k] = source[k]
+    matmul(
+        _address(products, 0), width, _address(stacked, 0), r1, 1,
+        _address(G2, np.int64(group) * r1 * width), width, (end - begin) * q1, width, r1, 0,
+    )  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def rows_of_groups(  # type: ignore[no-untyped-def]
+    shape, G1, G2, G3, i1_P, i3_U, prefix_starts, order_P, group_starts, rows, max_group,
+    low, high,
+) -> None:  # fmt: skip
+    """The rows of groups low..high, each held transposed, (q3, M)."""
+    q1, q2, _, r1, r2 = shape
+    size = q1 * q2 * r2
+    stacked = np.empty(max_group * q1 * r1, np.float32)
+    products = np.empty(max_group * size, np.float32)
+    prefix_T = np.empty(size, np.float32)
+    for group in range(low, high):
+        begin, end = group_starts[group], group_starts[group + 1]
+        if begin == end:
+            continue
+        _group_products(shape, G1, G2, i1_P, order_P, group, begin, end, stacked, products)
+        for i in range(begin, end):
+            prefix = order_P[i]
+            _rows_of_prefix(
+                shape, G3, i3_U, _address(products, np.int64(i - begin) * size),
+                _address(prefix_T, 0), rows, 0, prefix_starts[prefix], prefix_starts[prefix + 1],
+            )  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def pool_bags(shape, rows, row_of_occurrence, offsets, out, low, high) -> None:  # type: ignore[no-untyped-def]
+    """Bags low..high, their lookups one by one in the caller's order."""
+    q1, q2, q3, _, _ = shape
+    total = np.empty(q1 * q2 * q3, np.float32)
+    for bag in range(low, high):
+        total[:] = 0
+        for occurrence in range(offsets[bag], offsets[bag + 1]):
+            row = rows[row_of_occurrence[occurrence]]
+            for k in range(len(total)):
+                total[k] += row[k]
+        for line in range(q1 * q2):
+            for column in range(q3):
+                out[bag, line * q3 + column] = total[column * q1 * q2 + line]
+
+
+@njit(cache=True, nogil=True)
+def gradients_of_groups(  # type: ignore[no-untyped-def]
+    shape, G1, G2, G2_T, G3_T, i1_P, i3_U, prefix_starts, row_starts, bag_L, order_P, group_starts,
+    grad, max_group, dG1, dG2, dG3_T, low, high,
+) -> None:  # fmt: skip
+    """Core gradients of groups low..high; dG1 and dG3_T are added to, rows of dG2 written."""
+    q1, q2, q3, r1, r2 = shape
+    lines, width = q1 * q2, q2 * r2
+    size = lines * r2
+    stacked = np.empty(max_group * q1 * r1, np.float32)
+    products = np.empty(max_group * size, np.float32)
+    prefix_grads = np.empty(max_group * size, np.float32)
+    left_grads = np.empty(max_group * q1 * r1, np.float32)
+    row_grad = np.empty(lines * q3, np.float32)
+    for group in range(low, high):
+        begin, end = group_starts[group], group_starts[group + 1]
+        if begin == end:
+            continue
+        _group_products(shape, G1, G2, i1_P, order_P, group, begin, end, stacked, products)
+        for i in range(begin, end):
+            prefix, place = order_P[i], np.int64(i - begin) * size
+            first = prefix_starts[prefix]
+            for row in range(first, prefix_starts[prefix + 1]):
+                row_grad[:] = grad[bag_L[row_starts[row]]]
+                for position in range(row_starts[row] + 1, row_starts[row + 1]):
+                    _add(row_grad, grad[bag_L[position]])
+                source, i3 = _address(row_grad, 0), np.int64(i3_U[row])
+                _core3_gradient(
+                    shape, source, _address(products, place), _address(dG3_T, i3 * q3 * r2), 1
+                )
+                _prefix_gradient(
+                    shape, source, G3_T, i3, _address(prefix_grads, place), np.int64(row > first)
+                )
+        count = np.int64(end - begin)
+        matmul(
+            _address(dG2, np.int64(group) * r1 * width), width, _address(stacked, 0), 1, r1,
+            _address(prefix_grads, 0), width, r1, width, count * q1, 0,
+        )  # fmt: skip
+        matmul(
+            _address(left_grads, 0), r1, _address(prefix_grads, 0), width, 1,
+            _address(G2_T, np.int64(group) * r1 * width), r1, count * q1, r1, width, 0,
+        )  # fmt: skip
+        for i in range(begin, end):
+            start = (i - begin) * q1 * r1
+            _add(dG1[i1_P[order_P[i]]], left_grads[start : start + q1 * r1])

@@ -14,6 +14,7 @@ import os
 import random
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
@@ -84,6 +85,9 @@ class CompileOptions:
     csv: Path | None = None
     """File for one row per kernel, configuration and target."""
 
+    resume: bool = False
+    """Compile only what the file has no row of, and append."""
+
     targets: tuple[str, ...] = tuple(SHARED_BYTES_LIMITS)
     """GPUs to compile for."""
 
@@ -125,8 +129,10 @@ def compile_check(options: CompileOptions) -> list[str]:
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise ValueError("with TRITON_INTERPRET set nothing is compiled: unset it")
     jobs = _jobs(options)
+    if options.resume and options.csv is not None:
+        jobs = _missing(jobs, options.csv)
     problems: list[str] = []
-    with _csv_writer(options.csv) as write:
+    with _csv_writer(options.csv, append=options.resume) as write:
         for launch, target in tqdm(jobs, desc="compile", unit="kernel", disable=None):
             row = compile_launch(launch, target)
             write([getattr(row, field.name) for field in fields(row)])
@@ -134,16 +140,34 @@ def compile_check(options: CompileOptions) -> list[str]:
     return problems
 
 
+def _missing(jobs: list[tuple[Launch, str]], path: Path) -> list[tuple[Launch, str]]:
+    """The jobs of which the file has no row. Launches that differ in the width of ids alone have
+    equal rows, so rows are counted."""
+    if not path.exists():
+        return jobs
+    with path.open(newline="") as file:
+        rows = [(row["kernel"], row["config"], row["target"]) for row in csv.DictReader(file)]
+    found, missing = Counter(rows), []
+    for launch, target in jobs:
+        key = (launch.kernel.__name__, launch.config, target)
+        if found[key]:
+            found[key] -= 1
+        else:
+            missing.append((launch, target))
+    return missing
+
+
 @contextlib.contextmanager
-def _csv_writer(path: Path | None) -> Iterator[Callable[[list], Any]]:
+def _csv_writer(path: Path | None, append: bool) -> Iterator[Callable[[list], Any]]:
     """A function that writes a row, as soon as it is there."""
     if path is None:
         yield lambda row: None
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", buffering=1) as file:
+    with path.open("a" if append else "w", newline="", buffering=1) as file:
         write = csv.writer(file, lineterminator="\n").writerow
-        write([field.name for field in fields(Resources)])
+        if not file.tell():
+            write([field.name for field in fields(Resources)])
         yield write
 
 

@@ -57,8 +57,10 @@ class NumbaGroupedPlain:
         if len(ids) and (ids.min() < 0 or ids.max() >= shape.num_embeddings):
             wrong = (ids < 0) | (ids >= shape.num_embeddings)
             report_out_of_range(int(wrong.argmax()), indices_L, offsets, batch, "fatal")
-        packed_L = loops.sort_by_id(ids, int(p1 * p2 * p3 - 1).bit_length())
-        found = loops.find_rows(packed_L, offsets.numpy(), p2, p3)
+        buffers = np.empty((2, len(ids)), np.int64)
+        packed_L = loops.sort_by_id(ids, int(p1 * p2 * p3 - 1).bit_length(), *buffers)
+        room = np.empty((8, len(ids) + 1), np.int32)
+        found = loops.find_rows(packed_L, offsets.numpy(), p2, p3, room)
         return PlainLookups(*found, *loops.group_prefixes(found[5], p2), offsets.numpy())
 
     def forward(self, lookups: PlainLookups, cores: list[Tensor], shape: Shape) -> Tensor:

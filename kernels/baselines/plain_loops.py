@@ -22,12 +22,11 @@ _DIGIT_BITS = 11
 
 
 @njit(cache=True, nogil=True)
-def sort_by_id(ids, key_bits):  # type: ignore[no-untyped-def]
-    """`id << 32 | occurrence`, sorted: a radix sort of whole ids, 11 bits at a time."""
-    source = np.empty(len(ids), np.int64)
+def sort_by_id(ids, key_bits, source, target):  # type: ignore[no-untyped-def]
+    """`id << 32 | occurrence`, sorted: a radix sort of whole ids, 11 bits at a time. The int64
+    arrays `source` and `target` (L,) are overwritten; one of them is returned."""
     for i in range(len(ids)):
         source[i] = np.int64(ids[i]) << 32 | i
-    target = np.empty_like(source)
     mask = (1 << _DIGIT_BITS) - 1
     for shift in range(32, 32 + key_bits, _DIGIT_BITS):
         starts = np.zeros(mask + 2, np.int64)
@@ -44,18 +43,18 @@ def sort_by_id(ids, key_bits):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def find_rows(packed_L, offsets, p2, p3):  # type: ignore[no-untyped-def]
-    """Rows and prefixes of the sorted lookups, and the row of every occurrence."""
+def find_rows(packed_L, offsets, p2, p3, found):  # type: ignore[no-untyped-def]
+    """Rows and prefixes of the sorted lookups, and the row of every occurrence.
+
+    `found` (8, L + 1) int32 is where the results, views of it, are written.
+    """
     num_lookups = len(packed_L)
-    bag_of_occurrence = np.empty(num_lookups, np.int32)
+    bag_of_occurrence, bag_L = found[0, :num_lookups], found[1, :num_lookups]
+    row_of_occurrence, row_starts, prefix_starts = found[2, :num_lookups], found[3], found[4]
+    i1_P, i2_P, i3_U = found[5], found[6], found[7]
     for bag in range(len(offsets) - 1):
         for occurrence in range(offsets[bag], offsets[bag + 1]):
             bag_of_occurrence[occurrence] = bag
-    bag_L, row_of_occurrence = np.empty_like(bag_of_occurrence), np.empty_like(bag_of_occurrence)
-    row_starts = np.empty(num_lookups + 1, np.int32)
-    prefix_starts = np.empty(num_lookups + 1, np.int32)
-    i1_P, i2_P = np.empty(num_lookups, np.int32), np.empty(num_lookups, np.int32)
-    i3_U = np.empty(num_lookups, np.int32)
     num_rows = num_prefixes = 0
     last_id = last_prefix = np.int64(-1)
     for position in range(num_lookups):
@@ -88,7 +87,7 @@ def group_prefixes(i2_P, num_groups):  # type: ignore[no-untyped-def]
         group_starts[i2_P[prefix] + 1] += 1
     for group in range(num_groups):
         group_starts[group + 1] += group_starts[group]
-    places, order_P = group_starts[:-1].copy(), np.empty(len(i2_P), np.int32)
+    places, order_P = group_starts[:-1].copy(), np.zeros(len(i2_P), np.int32)
     for prefix in range(len(i2_P)):
         order_P[places[i2_P[prefix]]] = prefix
         places[i2_P[prefix]] += 1
@@ -118,9 +117,9 @@ def rows_of_groups(  # type: ignore[no-untyped-def]
     """The rows of groups low..high, each held transposed, (q3, M)."""
     q1, q2, _, r1, r2 = shape
     size = q1 * q2 * r2
-    stacked = np.empty(max_group * q1 * r1, np.float32)
-    products = np.empty(max_group * size, np.float32)
-    prefix_T = np.empty(size, np.float32)
+    stacked = np.zeros(max_group * q1 * r1, np.float32)
+    products = np.zeros(max_group * size, np.float32)
+    prefix_T = np.zeros(size, np.float32)
     for group in range(low, high):
         begin, end = group_starts[group], group_starts[group + 1]
         if begin == end:
@@ -138,7 +137,7 @@ def rows_of_groups(  # type: ignore[no-untyped-def]
 def pool_bags(shape, rows, row_of_occurrence, offsets, out, low, high) -> None:  # type: ignore[no-untyped-def]
     """Bags low..high, their lookups one by one in the caller's order."""
     q1, q2, q3, _, _ = shape
-    total = np.empty(q1 * q2 * q3, np.float32)
+    total = np.zeros(q1 * q2 * q3, np.float32)
     for bag in range(low, high):
         total[:] = 0
         for occurrence in range(offsets[bag], offsets[bag + 1]):
@@ -159,11 +158,11 @@ def gradients_of_groups(  # type: ignore[no-untyped-def]
     q1, q2, q3, r1, r2 = shape
     lines, width = q1 * q2, q2 * r2
     size = lines * r2
-    stacked = np.empty(max_group * q1 * r1, np.float32)
-    products = np.empty(max_group * size, np.float32)
-    prefix_grads = np.empty(max_group * size, np.float32)
-    left_grads = np.empty(max_group * q1 * r1, np.float32)
-    row_grad = np.empty(lines * q3, np.float32)
+    stacked = np.zeros(max_group * q1 * r1, np.float32)
+    products = np.zeros(max_group * size, np.float32)
+    prefix_grads = np.zeros(max_group * size, np.float32)
+    left_grads = np.zeros(max_group * q1 * r1, np.float32)
+    row_grad = np.zeros(lines * q3, np.float32)
     for group in range(low, high):
         begin, end = group_starts[group], group_starts[group + 1]
         if begin == end:

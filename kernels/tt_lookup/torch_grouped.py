@@ -27,7 +27,7 @@ from .dtypes import accumulate_dtype
 from .products import bmm
 
 _TILE_HEIGHTS = (16, 8, 4, 2, 1)
-_DEFAULT_WORKSPACE_BYTES = 64 * 2**20
+_DEFAULT_WORKSPACE_BYTES = 256 * 2**20
 _DOT_CHUNK_ELEMENTS = 2**14
 _INDEX_BYTES_PER_ITEM = 128
 """Bound for the index temporaries per row, slot, tile or lookup (int64 in a dozen of arrays)."""
@@ -251,9 +251,9 @@ def _prefix_products(part: _Part, plan: IndexPlan, cores: list[Tensor], shape: _
     products_ST = cores[0].new_empty(part.num_slots, shape.prefix_size)
     for tiles in part.classes:
         num_tiles = len(tiles.i2_T)
-        left = cores[0][plan.i1_P[tiles.prefix_S]].view(num_tiles, -1, shape.r1)
+        left = _take(cores[0], plan.i1_P[tiles.prefix_S]).view(num_tiles, -1, shape.r1)
         out = products_ST[tiles.slots].view(num_tiles, -1, shape.q2 * shape.r2)
-        bmm(left, cores[1][tiles.i2_T], out=out)
+        bmm(left, _take(cores[1], tiles.i2_T), out=out)
     return products_ST
 
 
@@ -261,8 +261,8 @@ def _rows_of_prefixes(
     part: _Part, plan: IndexPlan, prefixes_ST: Tensor, cores: list[Tensor], shape: _Shape
 ) -> Tensor:
     """Part 2: `(U, D)`, one product per unique row."""
-    left = prefixes_ST[_slot_of_row(part, plan)].view(-1, shape.q1 * shape.q2, shape.r2)
-    return bmm(left, cores[2][plan.i3_U[part.rows]]).flatten(1)
+    left = _take(prefixes_ST, _slot_of_row(part, plan)).view(-1, shape.q1 * shape.q2, shape.r2)
+    return bmm(left, _take(cores[2], plan.i3_U[part.rows])).flatten(1)
 
 
 def _rows(part: _Part, plan: IndexPlan, cores: list[Tensor], shape: _Shape) -> Tensor:
@@ -335,10 +335,10 @@ def _add_core_grads_(
     row_grads = row_grads_UD.view(-1, shape.q1 * shape.q2, shape.q3)
     slot_U, i3_U = _slot_of_row(part, plan), plan.i3_U[part.rows]
 
-    left = prefixes_ST[slot_U].view(-1, shape.q1 * shape.q2, shape.r2)
+    left = _take(prefixes_ST, slot_U).view(-1, shape.q1 * shape.q2, shape.r2)
     _add_to_segments_(grad3.flatten(1), bmm(left.mT, row_grads).flatten(1), None, i3_U)
     del left
-    by_row = bmm(row_grads, cores[2][i3_U].mT).flatten(1)
+    by_row = bmm(row_grads, _take(cores[2], i3_U).mT).flatten(1)
     order_U = torch.argsort(slot_U, stable=True)
     starts = torch.searchsorted(slot_U[order_U], torch.arange(part.num_slots, device=i3_U.device))
     prefix_grads_ST = embedding_bag(order_U, by_row, starts, mode="sum")
@@ -347,11 +347,11 @@ def _add_core_grads_(
     left_grads = cores[0].new_empty(part.num_slots, shape.q1 * shape.r1)
     for tiles in part.classes:  # high tiles first, so that a group's tiles come in their order
         num_tiles = len(tiles.i2_T)
-        left = cores[0][plan.i1_P[tiles.prefix_S]].view(num_tiles, -1, shape.r1)
+        left = _take(cores[0], plan.i1_P[tiles.prefix_S]).view(num_tiles, -1, shape.r1)
         grads = prefix_grads_ST[tiles.slots].view(num_tiles, -1, shape.q2 * shape.r2)
         _add_to_segments_(grad2.flatten(1), bmm(left.mT, grads).flatten(1), None, tiles.i2_T)
         out = left_grads[tiles.slots].view(num_tiles, -1, shape.r1)
-        bmm(grads, cores[1][tiles.i2_T].mT, out=out)
+        bmm(grads, _take(cores[1], tiles.i2_T).mT, out=out)
     _add_to_segments_(grad1, left_grads, part.slot_P, plan.i1_P[part.prefixes])
 
 
@@ -387,6 +387,11 @@ def _add_to_segments_(
     sums_SD[segment_G] = embedding_bag(
         source.long(), addends, starts_G, mode="sum", per_sample_weights=weights
     )
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """Copies of whole rows: `x[index]` copies element by element on the CPU."""
+    return x.flatten(1).index_select(0, index).view(len(index), *x.shape[1:])
 
 
 def _row_of_lookup(part: _Part, plan: IndexPlan) -> Tensor:

@@ -81,6 +81,17 @@ def test_a_spill_and_too_much_shared_memory_are_problems():
     assert "66560 bytes of shared memory" in next(_problems(greedy))
 
 
+def test_a_check_goes_on_where_it_ended(tmp_path):
+    from ecorec_torchrec.bench.compile_check import CompileOptions, _jobs, _missing
+
+    jobs = _jobs(CompileOptions(sample=20, targets=("sm_80", "gfx942"), ranks=(8,)))
+    path = tmp_path / "compile.csv"
+    assert _missing(jobs, path) == jobs
+    lines = [f"{launch.kernel.__name__},{launch.config},{target}" for launch, target in jobs[:-3]]
+    path.write_text("\n".join(["kernel,config,target", *lines]))
+    assert len(_missing(jobs, path)) == 3
+
+
 @pytest.mark.parametrize("wrong", [{"targets": ("sm_70",)}, {"sample": 0}])
 def test_wrong_options_are_refused(wrong):
     from ecorec_torchrec.bench.compile_check import CompileOptions

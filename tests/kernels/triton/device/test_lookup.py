@@ -225,8 +225,8 @@ def test_runs_change_no_bit(lookup_case):
 
 
 def test_every_candidate_of_a_search_computes_the_same(lookup_case, device):
-    """Sides, warps and stages that `autotune.py` chooses from, run twice each."""
-    case = make_case(lookup_case, 40, (3, 4, 2), 33, 20)
+    """Sides, warps and stages that `autotune.py` chooses from."""
+    case = make_case(lookup_case, 12, (3, 4, 2), 33, 20)
     ids, offsets = case.indices_L.to(device), case.offsets.to(device)
     cores = [core.to(device) for core in case.cores]
     plan = index_plan(ids, offsets, case.batch)
@@ -245,7 +245,8 @@ def test_every_candidate_of_a_search_computes_the_same(lookup_case, device):
     assert candidates[0] == heuristic and len(candidates) == 8
     for config in candidates:
         results = run(config)
-        assert all(map(torch.equal, results, run(config)))
+        if device == "cuda":
+            assert all(map(torch.equal, results, run(config)))
         for result, wanted in zip(results, expected, strict=True):
             if device == "cpu":  # a GPU may add in another order within an instruction
                 assert torch.equal(result, wanted), config

@@ -58,26 +58,30 @@ class NumbaGroupedPlain:
             wrong = (ids < 0) | (ids >= shape.num_embeddings)
             report_out_of_range(int(wrong.argmax()), indices_L, offsets, batch, "fatal")
         buffers = np.empty((2, len(ids)), np.int64)
-        packed_L = loops.sort_by_id(ids, int(p1 * p2 * p3 - 1).bit_length(), *buffers)
+        starts = np.empty(loops.NUM_DIGITS + 1, np.int64)
+        packed_L = loops.sort_by_id(ids, int(p1 * p2 * p3 - 1).bit_length(), *buffers, starts)
         room = np.empty((8, len(ids) + 1), np.int32)
         found = loops.find_rows(packed_L, offsets.numpy(), p2, p3, room)
-        return PlainLookups(*found, *loops.group_prefixes(found[5], p2), offsets.numpy())
+        order_P, group_starts = np.empty_like(found[5]), np.zeros(p2 + 1, np.int32)
+        loops.group_prefixes(found[5], order_P, group_starts, np.empty(p2, np.int32))
+        return PlainLookups(*found, order_P, group_starts, offsets.numpy())
 
     def forward(self, lookups: PlainLookups, cores: list[Tensor], shape: Shape) -> Tensor:
         sizes, (G1, G2, G3) = _sizes(shape), _flat(cores)
         rows = np.empty((len(lookups.i3_U), shape.dim), np.float32)
+        largest, scratches = _scratches(lookups, sizes)
         make_rows = partial(
             loops.rows_of_groups, sizes, G1, G2, G3, lookups.i1_P, lookups.i3_U,
-            lookups.prefix_starts, lookups.order_P, lookups.group_starts, rows,
-            _largest_group(lookups),
+            lookups.prefix_starts, lookups.order_P, lookups.group_starts, rows, largest,
         )  # fmt: skip
-        _for_chunks(_cuts(lookups), make_rows)
+        _for_chunks(_cuts(lookups), scratches, make_rows)
         num_bags = len(lookups.offsets) - 1
         out = torch.empty(num_bags, shape.dim)
         pool = partial(
             loops.pool_bags, sizes, rows, lookups.row_of_occurrence, lookups.offsets, out.numpy()
         )
-        _for_chunks([num_bags * t // _NUM_CHUNKS for t in range(_NUM_CHUNKS + 1)], pool)
+        bag_cuts = [num_bags * t // _NUM_CHUNKS for t in range(_NUM_CHUNKS + 1)]
+        _for_chunks(bag_cuts, scratches, pool)
         return out
 
     def backward(
@@ -90,14 +94,14 @@ class NumbaGroupedPlain:
         dG1 = np.zeros((_NUM_CHUNKS, *G1.shape), np.float32)
         dG3_T = np.zeros((_NUM_CHUNKS, *G3.shape), np.float32)
         dG2 = np.zeros_like(G2)
-        cuts, largest = _cuts(lookups), _largest_group(lookups)
+        cuts, (largest, scratches) = _cuts(lookups), _scratches(lookups, sizes)
 
         def run(chunk: int, worker: int) -> None:
             loops.gradients_of_groups(
                 sizes, G1, G2, G2_T, G3_T, lookups.i1_P, lookups.i3_U, lookups.prefix_starts,
                 lookups.row_starts, lookups.bag_L, lookups.order_P, lookups.group_starts,
-                grad_BD.numpy(), largest, dG1[chunk], dG2, dG3_T[chunk], cuts[chunk],
-                cuts[chunk + 1],
+                grad_BD.numpy(), largest, dG1[chunk], dG2, dG3_T[chunk], scratches[worker],
+                cuts[chunk], cuts[chunk + 1],
             )  # fmt: skip
 
         parallel_for(run, _NUM_CHUNKS, torch.get_num_threads())
@@ -118,8 +122,11 @@ def _flat(cores: list[Tensor]) -> list[np.ndarray]:
     return [core.detach().flatten(1).numpy() for core in cores]
 
 
-def _largest_group(lookups: PlainLookups) -> int:
-    return int(np.diff(lookups.group_starts).max())
+def _scratches(lookups: PlainLookups, sizes: tuple[int, ...]) -> tuple[int, np.ndarray]:
+    """The prefixes of the largest group, and the scratch of every thread."""
+    largest = int(np.diff(lookups.group_starts).max())
+    size = loops.scratch_size(sizes, largest)
+    return largest, np.empty((torch.get_num_threads(), size), np.float32)
 
 
 def _cuts(lookups: PlainLookups) -> list[int]:
@@ -129,10 +136,12 @@ def _cuts(lookups: PlainLookups) -> list[int]:
     return [0, *np.searchsorted(lookups.group_starts[:-1], inner).tolist(), num_groups]
 
 
-def _for_chunks(cuts: list[int], loop: Callable[[int, int], None]) -> None:
-    """`loop(low, high)` over all ranges."""
+def _for_chunks(
+    cuts: list[int], scratches: np.ndarray, loop: Callable[[np.ndarray, int, int], None]
+) -> None:
+    """`loop(scratch, low, high)` over all ranges."""
     parallel_for(
-        lambda chunk, worker: loop(cuts[chunk], cuts[chunk + 1]),
+        lambda chunk, worker: loop(scratches[worker], cuts[chunk], cuts[chunk + 1]),
         _NUM_CHUNKS,
-        torch.get_num_threads(),
+        len(scratches),
     )

@@ -1,7 +1,8 @@
 """The loops of `NumbaGroupedPlain`, as a compiler makes of them what they say.
 
 Legend, `shape` and `G2_T`, `G3_T` as in `cpu_kernels.py`. The products are the SIMD tiles of
-`tt_lookup`; sorting, pooling and the sums of bag gradients are plain loops.
+`tt_lookup`; sorting, pooling and the sums of bag gradients are plain loops. Buffers come from the
+caller; `scratch` has `scratch_size` floats.
 """
 
 from __future__ import annotations
@@ -19,17 +20,23 @@ from .cpu_kernels import (
 )
 
 _DIGIT_BITS = 11
+NUM_DIGITS = 1 << _DIGIT_BITS
+
+
+def scratch_size(shape: tuple[int, ...], max_group: int) -> int:
+    q1, q2, q3, r1, r2 = shape
+    return 2 * max_group * (q1 * r1 + q1 * q2 * r2) + q1 * q2 * max(q3, r2)
 
 
 @njit(cache=True, nogil=True)
-def sort_by_id(ids, key_bits, source, target):  # type: ignore[no-untyped-def]
+def sort_by_id(ids, key_bits, source, target, starts):  # type: ignore[no-untyped-def]
     """`id << 32 | occurrence`, sorted: a radix sort of whole ids, 11 bits at a time. The int64
-    arrays `source` and `target` (L,) are overwritten; one of them is returned."""
+    arrays `source`, `target` (L,) and `starts` are overwritten; one of the first two returned."""
     for i in range(len(ids)):
         source[i] = np.int64(ids[i]) << 32 | i
     mask = (1 << _DIGIT_BITS) - 1
     for shift in range(32, 32 + key_bits, _DIGIT_BITS):
-        starts = np.zeros(mask + 2, np.int64)
+        starts[:] = 0
         for i in range(len(source)):
             starts[((source[i] >> shift) & mask) + 1] += 1
         for digit in range(mask + 1):
@@ -80,18 +87,17 @@ def find_rows(packed_L, offsets, p2, p3, found):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def group_prefixes(i2_P, num_groups):  # type: ignore[no-untyped-def]
-    """Prefixes ordered by i2, and where every i2 begins."""
-    group_starts = np.zeros(num_groups + 1, np.int32)
+def group_prefixes(i2_P, order_P, group_starts, places) -> None:  # type: ignore[no-untyped-def]
+    """Prefixes ordered by i2, and where every i2 begins; `group_starts` comes as zeros."""
+    num_groups = len(places)
     for prefix in range(len(i2_P)):
         group_starts[i2_P[prefix] + 1] += 1
     for group in range(num_groups):
         group_starts[group + 1] += group_starts[group]
-    places, order_P = group_starts[:-1].copy(), np.zeros(len(i2_P), np.int32)
+    places[:] = group_starts[:-1]
     for prefix in range(len(i2_P)):
         order_P[places[i2_P[prefix]]] = prefix
         places[i2_P[prefix]] += 1
-    return order_P, group_starts
 
 
 @njit(cache=True, nogil=True)
@@ -111,15 +117,15 @@ def _group_products(shape, G1, G2, i1_P, order_P, group, begin, end, stacked, pr
 
 @njit(cache=True, nogil=True)
 def rows_of_groups(  # type: ignore[no-untyped-def]
-    shape, G1, G2, G3, i1_P, i3_U, prefix_starts, order_P, group_starts, rows, max_group,
+    shape, G1, G2, G3, i1_P, i3_U, prefix_starts, order_P, group_starts, rows, max_group, scratch,
     low, high,
 ) -> None:  # fmt: skip
     """The rows of groups low..high, each held transposed, (q3, M)."""
     q1, q2, _, r1, r2 = shape
     size = q1 * q2 * r2
-    stacked = np.zeros(max_group * q1 * r1, np.float32)
-    products = np.zeros(max_group * size, np.float32)
-    prefix_T = np.zeros(size, np.float32)
+    at_products, at_prefix = max_group * q1 * r1, max_group * (q1 * r1 + size)
+    stacked, products = scratch[:at_products], scratch[at_products:at_prefix]
+    prefix_T = scratch[at_prefix : at_prefix + size]
     for group in range(low, high):
         begin, end = group_starts[group], group_starts[group + 1]
         if begin == end:
@@ -134,10 +140,10 @@ def rows_of_groups(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def pool_bags(shape, rows, row_of_occurrence, offsets, out, low, high) -> None:  # type: ignore[no-untyped-def]
+def pool_bags(shape, rows, row_of_occurrence, offsets, out, scratch, low, high) -> None:  # type: ignore[no-untyped-def]
     """Bags low..high, their lookups one by one in the caller's order."""
     q1, q2, q3, _, _ = shape
-    total = np.zeros(q1 * q2 * q3, np.float32)
+    total = scratch[: q1 * q2 * q3]
     for bag in range(low, high):
         total[:] = 0
         for occurrence in range(offsets[bag], offsets[bag + 1]):
@@ -152,17 +158,18 @@ def pool_bags(shape, rows, row_of_occurrence, offsets, out, low, high) -> None: 
 @njit(cache=True, nogil=True)
 def gradients_of_groups(  # type: ignore[no-untyped-def]
     shape, G1, G2, G2_T, G3_T, i1_P, i3_U, prefix_starts, row_starts, bag_L, order_P, group_starts,
-    grad, max_group, dG1, dG2, dG3_T, low, high,
+    grad, max_group, dG1, dG2, dG3_T, scratch, low, high,
 ) -> None:  # fmt: skip
     """Core gradients of groups low..high; dG1 and dG3_T are added to, rows of dG2 written."""
     q1, q2, q3, r1, r2 = shape
     lines, width = q1 * q2, q2 * r2
     size = lines * r2
-    stacked = np.zeros(max_group * q1 * r1, np.float32)
-    products = np.zeros(max_group * size, np.float32)
-    prefix_grads = np.zeros(max_group * size, np.float32)
-    left_grads = np.zeros(max_group * q1 * r1, np.float32)
-    row_grad = np.zeros(lines * q3, np.float32)
+    at_left, at_products = max_group * q1 * r1, 2 * max_group * q1 * r1
+    at_grads = at_products + max_group * size
+    at_row = at_grads + max_group * size
+    stacked, left_grads = scratch[:at_left], scratch[at_left:at_products]
+    products, prefix_grads = scratch[at_products:at_grads], scratch[at_grads:at_row]
+    row_grad = scratch[at_row : at_row + lines * q3]
     for group in range(low, high):
         begin, end = group_starts[group], group_starts[group + 1]
         if begin == end:

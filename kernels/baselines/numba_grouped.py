@@ -64,7 +64,7 @@ class NumbaGroupedPlain:
         found = loops.find_rows(packed_L, offsets.numpy(), p2, p3, room)
         order_P, group_starts = np.empty_like(found[5]), np.zeros(p2 + 1, np.int32)
         loops.group_prefixes(found[5], order_P, group_starts, np.empty(p2, np.int32))
-        return PlainLookups(*found, order_P, group_starts, offsets.numpy())
+        return PlainLookups._make([*found, order_P, group_starts, offsets.numpy()])
 
     def forward(self, lookups: PlainLookups, cores: list[Tensor], shape: Shape) -> Tensor:
         sizes, (G1, G2, G3) = _sizes(shape), _flat(cores)

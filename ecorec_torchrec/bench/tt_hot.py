@@ -154,11 +154,10 @@ def run_times(options: TTHotOptions) -> Iterator[dict[str, object]]:
         for trace in options.traces:
             source = TraceIds(trace)
             [(name, num_rows)] = source.num_embeddings.items()
-            half = source.num_samples // 2
+            num_ids = source.num_samples or 0
+            half = num_ids // 2
             if half < options.lookups:
-                raise ValueError(
-                    f"--traces {trace}: {source.num_samples} ids are fewer than twice --lookups"
-                )
+                raise ValueError(f"--traces {trace}: {num_ids} ids are fewer than twice --lookups")
             seen, rest = (
                 torch.from_numpy(batch[name].ids_L)
                 for batch in itertools.islice(source.batches(half), 2)

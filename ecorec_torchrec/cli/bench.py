@@ -10,6 +10,7 @@ _BENCHMARKS = {
     "machine": ("ecorec_torchrec.cli.bench_machine", "what operations cost here, for the planner"),
     "lookup": ("ecorec_torchrec.cli.bench_lookup", "speed and memory beside the papers' patterns"),
     "pipeline": ("ecorec_torchrec.cli.bench_pipeline", "what overlap is worth, over slow links"),
+    "tiers": ("ecorec_torchrec.cli.bench_tiers", "training through a cache beside all in memory"),
     "tt-hot": ("ecorec_torchrec.cli.bench_tt_hot", "TT tables whose hottest rows are dense"),
     "quality": ("ecorec_torchrec.cli.bench_quality", "test AUC over seeds, with controls"),
 }

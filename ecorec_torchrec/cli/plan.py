@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,16 @@ class PlanOptions(TrainConfig):
     hardware: str | None = None
     """a100, h100, h200 or a YAML file, in place of `plan.hardware`."""
 
+    tiers: str | None = None
+    """A folder on the hosts' storage where tables may be tiered, in place of `plan.tier_folder`."""
+
+    nodes_needed: bool = False
+    """For a list of tables: hosts that hold it and hosts that reach `samples_per_second`, dense,
+    tiered, and with what `tt` allows; in place of a plan."""
+
+    samples_per_second: float | None = None
+    """What all hosts together are to train, for `nodes_needed`; without it memory alone counts."""
+
     out: str | None = None
     """Also write the plan to this file, for `ecorec train --plan`."""
 
@@ -46,7 +57,11 @@ class PlanOptions(TrainConfig):
 
     def __post_init__(self) -> None:
         TrainConfig.__post_init__(self)
-        for name in ("world_size", "hbm", "batch_size"):
+        if self.nodes_needed and self.data.name != "tables":
+            raise ValueError(f"--nodes-needed is of a list of tables, not of {self.data.name}")
+        if self.samples_per_second is not None and not self.nodes_needed:
+            raise ValueError("--samples-per-second needs --nodes-needed")
+        for name in ("world_size", "hbm", "batch_size", "samples_per_second"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"--{name.replace('_', '-')} {value} must be > 0")
@@ -57,6 +72,7 @@ class PlanOptions(TrainConfig):
         self.plan.hbm_cap_gib = self.hbm or self.plan.hbm_cap_gib
         self.plan.local_batch_size = self.batch_size or self.plan.local_batch_size
         self.plan.hardware = self.hardware or self.plan.hardware
+        self.plan.tier_folder = self.tiers or self.plan.tier_folder
 
 
 def run(arguments: list[str]) -> None:
@@ -64,6 +80,9 @@ def run(arguments: list[str]) -> None:
     options.apply_short_names()
     from ecorec_torchrec.plan import save_plan
 
+    if options.nodes_needed:
+        _print_nodes_needed(options)
+        return
     is_list = options.data.name == "tables"
     plan, report, baselines = _plan_of_list(options) if is_list else _plan_of_data(options)
     report.print()
@@ -86,6 +105,19 @@ def run(arguments: list[str]) -> None:
 Planned = tuple[Any, "PlanReport", Sequence["Baseline"]]
 
 
+def _print_nodes_needed(options: PlanOptions) -> None:
+    from ecorec_torchrec.train.nodes_needed import COLUMNS, nodes_needed
+    from ecorec_torchrec.train.report import print_table
+
+    lines = nodes_needed(options, options.samples_per_second)
+    title = "hosts needed, as predicted"
+    print_table(title, COLUMNS, [line.cells() for line in lines])
+    if options.json is not None:
+        figures = json.dumps([dataclasses.asdict(line) for line in lines], indent=1)
+        Path(options.json).write_text(figures + "\n", encoding="utf-8")
+        print(f"written to {options.json}")
+
+
 def _plan_of_data(options: PlanOptions) -> Planned:
     """The plan of the model that would be trained."""
     from ecorec_torchrec.train.data import load_dataset
@@ -100,14 +132,12 @@ def _plan_of_data(options: PlanOptions) -> Planned:
 
 def _plan_of_list(options: PlanOptions) -> Planned:
     """The plan of a list of tables, beside those of other planners."""
-    from ecorec_torchrec.train.drawn_tables import draw_tables
+    from ecorec_torchrec.train.nodes_needed import listed_tables
     from ecorec_torchrec.train.placement import local_batch_size, make_topology, plan_tables
-    from ecorec_torchrec.train.table_list import read_tables
 
-    data = options.data
-    tables = draw_tables(data.tables) if data.path is None else read_tables(data.path)
+    tables, profile = listed_tables(options)
     topology = make_topology(options, _device_type(options), options.nproc)
-    plan, planner = plan_tables(options, tables, topology)
+    plan, planner = plan_tables(options, tables, topology, profile)
     assert planner.report is not None
     global_batch = local_batch_size(options, options.nproc) * options.nproc
     unique_ids = {table.name: table.unique_in(global_batch) for table in tables}

@@ -11,6 +11,7 @@ from .planner import EcoRecPlanner
 from .profile import DistinctCurve, HotRows, Profile, ReuseCurve, TableProfile
 from .profile_file import load_profile, save_profile
 from .report import PlanReport, RankReport, TableReport
+from .tiers import TierSpeeds, TierTraffic, predicted_tiered_step
 
 __all__ = [
     "Baseline",
@@ -29,7 +30,10 @@ __all__ = [
     "ReuseCurve",
     "TableProfile",
     "TableReport",
+    "TierSpeeds",
+    "TierTraffic",
     "choose_dist_groups",
     "load_profile",
+    "predicted_tiered_step",
     "save_profile",
 ]

@@ -28,7 +28,12 @@ from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_configs import data_type_to_dtype
 
 from ecorec_torchrec.modules import TT_DATA_TYPES
-from ecorec_torchrec.plan import TT_COMPUTE_KERNEL, TT_SHARDING_TYPES, WHY_TT_IS_NOT_CUT
+from ecorec_torchrec.plan import (
+    TIERED_SHARDING_TYPES,
+    TT_COMPUTE_KERNEL,
+    TT_SHARDING_TYPES,
+    WHY_TT_IS_NOT_CUT,
+)
 from ecorec_torchrec.plan.tables import core_specs, module_dtypes, module_specs
 from ecorec_torchrec.tt import TTSpec
 
@@ -36,6 +41,12 @@ from .constraints import EcoRecConstraints
 from .estimators import EcoRecPerfEstimator, EcoRecStorageEstimator
 from .options import Candidate, TTShardingOption, tt_of
 from .profile import Profile
+from .tier_options import (
+    TieredShardingOption,
+    TierMenu,
+    why_not_tiered,
+)
+from .tiers import TierSpeeds
 
 HOST_KERNELS = (
     EmbeddingComputeKernel.FUSED_UVM.value,
@@ -60,6 +71,7 @@ class PlannedTable:
         sharder: the sharder of its module.
         specs: the TT shapes that it may have, the largest first.
         dense: whether it may be dense.
+        tiered: whether it may be tiered.
     """
 
     path: str
@@ -69,15 +81,17 @@ class PlannedTable:
     sharder: ModuleSharder[nn.Module]
     specs: tuple[TTSpec, ...]
     dense: bool
+    tiered: bool = False
 
     @property
     def fqn(self) -> str:
         return f"{self.path}.{self.name}"
 
     def kernels(self, sharding_type: str, device: str) -> list[str]:
-        """Compute kernels of its sharder, the TT one among them if it shards TT tables."""
+        """Compute kernels of its sharder, and the one of TT and tiered tables if it may be so."""
         kernels = list(self.sharder.compute_kernels(sharding_type, device))
-        if self.can_be_tt and sharding_type in TT_SHARDING_TYPES:
+        as_tt = self.can_be_tt and sharding_type in TT_SHARDING_TYPES
+        if as_tt or (self.tiered and sharding_type in TIERED_SHARDING_TYPES):
             kernels.append(TT_COMPUTE_KERNEL)
         return kernels
 
@@ -94,7 +108,9 @@ class EcoRecEnumerator(EmbeddingEnumerator):
     `tt_ranks` gets a suggested shape per rank. The options are in the model's order, so equal input
     gives an equal plan.
 
-    A table that may be TT is not offered host memory behind the GPU (`fused_uvm`,
+    A table that may be tiered gets options of several cache sizes (`TierMenu`).
+
+    A table that may be TT or tiered is not offered host memory behind the GPU (`fused_uvm`,
     `fused_uvm_caching`) unless its constraint names these kernels.
 
     Args:
@@ -102,6 +118,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
         max_rank: TT ranks above it are lowered to it, those of the model's own shapes too; what
             the planner tries when it looks for a cure.
         profile: of the data, for the time estimates.
+        tier_speeds: of a rank, for those of tiered tables.
     """
 
     _estimators: list[ShardEstimator]
@@ -116,6 +133,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
         *,
         max_rank: int | None = None,
         profile: Profile | None = None,
+        tier_speeds: TierSpeeds | None = None,
     ) -> None:
         super().__init__(
             topology,
@@ -129,6 +147,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             use_exact_enumerate_order,
         )
         self._max_rank = max_rank
+        self._tier_menu = TierMenu(topology, constraints, profile, tier_speeds)
         self._profiles = {} if profile is None else profile.tables
         self._as_templates = False
         self._candidates: list[Candidate] = []
@@ -226,7 +245,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
                     option.sharding_type, option.compute_kernel = sharding_type, kernel
                     option.partition_by = get_partition_by_type(sharding_type)
                     option.shards, counts = _runs(sizes, offsets)
-                    for form in _in_allowed_forms(option, table, constraint):
+                    for form in self._in_allowed_forms(option, table, constraint):
                         yield Candidate(form, counts, block)
 
     def _cuts(self, table: PlannedTable, columns: int) -> Iterator[tuple[str, list[int | None]]]:
@@ -250,6 +269,36 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             and self._world_size > self._local_world_size
         ):
             yield _GRID, list(narrow)
+
+    def _in_allowed_forms(
+        self, stock: ShardingOption, table: PlannedTable, constraint: EcoRecConstraints
+    ) -> list[ShardingOption]:
+        """What one of TorchRec's options becomes: itself, one per TT shape or cache size, none."""
+        if stock.compute_kernel == TT_COMPUTE_KERNEL:
+            forms: list[ShardingOption] = []
+            # Another module's table of the same name may be what only this one cannot.
+            if table.tiered and stock.sharding_type in TIERED_SHARDING_TYPES:
+                forms += self._tier_menu.options(stock, table.sharder, constraint)
+            if table.can_be_tt and stock.sharding_type in TT_SHARDING_TYPES:
+                forms += [TTShardingOption.of(stock, spec, table.dtype) for spec in table.specs]
+            return forms
+        spilled = stock.compute_kernel in HOST_KERNELS
+        other_forms = table.specs or table.tiered
+        named = stock.compute_kernel in (constraint.compute_kernels or [])
+        if spilled and other_forms and not named:
+            return []
+        return [stock] if table.dense else []
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """As TorchRec's; tiered tables are the tables in their slots, and what fetching takes."""
+        looked_up = [
+            option.in_slots() if isinstance(option, TieredShardingOption) else option
+            for option in sharding_options
+        ]
+        super().populate_estimates(looked_up)
+        for option, in_slots in zip(sharding_options, looked_up, strict=True):
+            if isinstance(option, TieredShardingOption):
+                self._tier_menu.estimate(option, in_slots)
 
     def _layout(
         self, option: ShardingOption, sharding_type: str, block: int | None
@@ -296,7 +345,11 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             for name, weight in sharder.shardable_parameters(child).items():
                 dtype = dtypes.get(name, weight.dtype)
                 specs, dense = self._forms(name, weight, dtype, own.get(name), name in cores)
-                yield PlannedTable(path, name, weight.shape[0], dtype, sharder, specs, dense)
+                tiered = self._may_be_tiered(name, weight, sharder, own.get(name))
+                dense &= self._constraint(name).tiers != "always"
+                yield PlannedTable(
+                    path, name, weight.shape[0], dtype, sharder, specs, dense, tiered
+                )
 
         yield from visit("", module)
 
@@ -338,6 +391,28 @@ class EcoRecEnumerator(EmbeddingEnumerator):
         specs = tuple(sorted(suggested, key=lambda spec: (-spec.num_parameters, spec.ranks)))
         return specs, constraint.tt != "always"
 
+    def _may_be_tiered(
+        self,
+        name: str,
+        weight: torch.Tensor,
+        sharder: ModuleSharder[nn.Module],
+        own: TTSpec | None,
+    ) -> bool:
+        constraint = self._constraint(name)
+        if constraint.tier_folder is None:
+            return False
+        has_shape = own is not None and constraint.tt != "never"
+        unfit = (
+            f"the model gives it the shape {own}"
+            if has_shape
+            else why_not_tiered(name, weight, sharder)
+        )
+        if unfit and constraint.tiers == "always":
+            raise _impossible(name, f"tiers='always', but {unfit}")
+        if unfit:
+            warnings.warn(f"table {name!r}: tier_folder is ignored, {unfit}", stacklevel=2)
+        return unfit is None
+
     def _lowered(self, spec: TTSpec) -> TTSpec:
         return spec if self._max_rank is None else _cut(spec, self._max_rank)
 
@@ -362,6 +437,11 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             f"compute_kernels={constraint.compute_kernels}"
         )
         can_be_dense = table.dense and any(kernel != TT_COMPUTE_KERNEL for _, kernel in kernels)
+        if table.tiered and any(
+            kernel == TT_COMPUTE_KERNEL and sharding_type in TIERED_SHARDING_TYPES
+            for sharding_type, kernel in kernels
+        ):
+            return
         if not table.specs:
             if not can_be_dense:
                 raise _impossible(
@@ -450,25 +530,12 @@ def _runs(
     return shards, tuple(counts)
 
 
-def _in_allowed_forms(
-    stock: ShardingOption, table: PlannedTable, constraint: EcoRecConstraints
-) -> list[ShardingOption]:
-    """What one of TorchRec's options becomes: itself, one per TT shape, or nothing."""
-    if stock.compute_kernel == TT_COMPUTE_KERNEL:
-        if not table.can_be_tt:  # another module's table of the same name can
-            return []
-        return [TTShardingOption.of(stock, spec, table.dtype) for spec in table.specs]
-    spilled = stock.compute_kernel in HOST_KERNELS
-    if spilled and table.specs and stock.compute_kernel not in (constraint.compute_kernels or []):
-        return []
-    return [stock] if table.dense else []
-
-
 def _order_within_table(candidate: Candidate) -> tuple[int, int, int, str, int]:
-    """Dense first, then the largest shape; TorchRec's own order depends on string hashes."""
+    """Dense, then tiered, then TT, the largest first; TorchRec's order depends on string hashes."""
     option, tt = candidate.option, tt_of(candidate.option)
-    size = 0 if tt is None else -tt.num_parameters
-    form = 0 if tt is None else 1
+    form, size = (0, 0) if tt is None else (2, -tt.num_parameters)
+    if isinstance(option, TieredShardingOption):
+        form, size = 1, option.level
     cuts = sum(candidate.counts)
     return form, size, _SHARDING_ORDER[option.sharding_type], option.compute_kernel, cuts
 

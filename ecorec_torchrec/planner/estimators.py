@@ -142,7 +142,7 @@ class EcoRecStorageEstimator(EmbeddingStorageEstimator):
         data_parallel = option.sharding_type == ShardingType.DATA_PARALLEL.value
         if data_parallel and not self._is_inference:
             known = hasattr(option.tensor, "_optimizer_classes")  # then TorchRec charges its state
-            state = 0 if known else _state_bytes(option.tensor.shape, optimizer)
+            state = 0 if known else state_bytes(option.tensor.shape, optimizer)
             for shard in option.shards:
                 shard.storage += self._in_main_memory(_weight_bytes(option.tensor) + state)
 
@@ -194,11 +194,18 @@ def optimizer_class(
     `apply_optimizer_in_backward` marks the weight; else `fused_params` name an optimizer. A frozen
     table counts as one of SGD: neither has a state.
     """
-    marks = getattr(option.tensor, "_optimizer_classes", None)
+    return optimizer_of(option.name, option.tensor, fused_params)
+
+
+def optimizer_of(
+    table: str, weight: torch.Tensor, fused_params: Mapping[str, Any]
+) -> type[torch.optim.Optimizer] | None:
+    """As `optimizer_class`, of a table that has no option yet."""
+    marks = getattr(weight, "_optimizer_classes", None)
     if marks:
         return marks[0] or torch.optim.SGD
     try:
-        spec = OptimizerSpec.from_fused_params(option.name, fused_params)
+        spec = OptimizerSpec.from_fused_params(table, fused_params)
     except ValueError:  # one that only FBGEMM knows
         return torch.optim.Adam
     return None if spec is None else spec.cls or torch.optim.SGD
@@ -206,14 +213,15 @@ def optimizer_class(
 
 def _tt_state_bytes(option: TTShardingOption, fused_params: Mapping[str, Any]) -> int:
     optimizer = optimizer_class(option, fused_params)
-    return sum(_state_bytes(_as_rows(shape), optimizer) for shape in option.tt.core_shapes)
+    return sum(state_bytes(_as_rows(shape), optimizer) for shape in option.tt.core_shapes)
 
 
 def _as_rows(core_shape: tuple[int, ...]) -> tuple[int, int]:
     return core_shape[0], math.prod(core_shape[1:])
 
 
-def _state_bytes(shape: tuple[int, ...], optimizer: type[torch.optim.Optimizer] | None) -> int:
+def state_bytes(shape: tuple[int, ...], optimizer: type[torch.optim.Optimizer] | None) -> int:
+    """What an optimizer keeps for a weight of (rows, columns); as Adam where it is not known."""
     rows, columns = shape
     if optimizer in (torch.optim.SGD, torchrec_optim.SGD):
         return 0

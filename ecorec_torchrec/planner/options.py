@@ -96,6 +96,23 @@ class Candidate:
         return [shard.perf for shard in self.option.shards]
 
     @property
+    def ms(self) -> list[float]:
+        """Predicted time of every run's shards, without what is done while others are trained."""
+        pairs = zip(self.perfs, self.hidden_ms, strict=True)
+        return [perf.total - hidden for perf, hidden in pairs]
+
+    @property
+    def hidden_ms(self) -> list[float]:
+        """Time to fetch rows of tiered tables ahead of the step that needs them."""
+        hidden = getattr(self.option, "fetch_is_hidden", False)
+        return [perf.prefetch_compute if hidden else 0.0 for perf in self.perfs]
+
+    @property
+    def tier_level(self) -> int | None:
+        """Which of its table's tiered forms it is, None for another form."""
+        return getattr(self.option, "level", None)
+
+    @property
     def storages(self) -> list[Storage]:
         """Predicted memory of every run's shards."""
         return [shard.storage for shard in self.option.shards]

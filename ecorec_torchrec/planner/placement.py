@@ -26,6 +26,8 @@ class Piece:
         ms_R: predicted time per rank.
         main_bytes_R: of the memory that caps ranks.
         host_bytes_R: of the host's memory behind it; 0 where host memory is the capped one.
+        fetch_ms_R: time to fetch rows of tiered tables, while earlier batches are trained on.
+        file_bytes_R: of the host's storage.
         same_host: whether the pieces of the table must share a host.
         other_hosts: whether they must not, while there are hosts.
     """
@@ -35,18 +37,26 @@ class Piece:
     ms_R: Array
     main_bytes_R: Array
     host_bytes_R: Array
+    fetch_ms_R: Array
+    file_bytes_R: Array
     same_host: bool = False
     other_hosts: bool = False
     slowest_ms: float = field(init=False)
     most_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "slowest_ms", float(self.ms_R.max()))
+        slowest = np.maximum(self.ms_R, self.fetch_ms_R).max()
+        object.__setattr__(self, "slowest_ms", float(slowest))
         object.__setattr__(self, "most_bytes", int(self.main_bytes_R.max()))
 
     @property
     def width(self) -> int:
         return len(self.ms_R)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it takes what the ranks of a host share."""
+        return bool(self.host_bytes_R.any() or self.file_bytes_R.any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +66,14 @@ class Cluster:
     Args:
         main_bytes_W: per rank, of the memory that caps it: host memory on CPU, HBM elsewhere.
         host_bytes_H: per host, of host memory behind it; without limit where that is the former.
+        file_bytes_H: per host, of its storage.
         ranks_per_host: that share host memory.
         group: ranks among which TorchRec puts table-row-wise shards; the host, or its NVLink pod.
     """
 
     main_bytes_W: Array
     host_bytes_H: Array
+    file_bytes_H: Array
     ranks_per_host: int
     group: int
 
@@ -75,7 +87,8 @@ class Cluster:
         ddr = np.array([s.ddr for s in storages], dtype=np.float64)
         starts = np.arange(0, len(ddr), per_host)
         host = np.full(len(starts), np.inf) if on_host else np.add.reduceat(ddr, starts)
-        return cls(main, host, per_host, capacity.intra_group_size)
+        ssd = np.array([s.ssd for s in storages], dtype=np.float64)
+        return cls(main, host, np.add.reduceat(ssd, starts), per_host, capacity.intra_group_size)
 
     @property
     def world_size(self) -> int:
@@ -85,7 +98,9 @@ class Cluster:
         """The pieces of an option."""
         host_is_main = bool(np.isinf(self.host_bytes_H).all())
         storages = candidate.storages
-        ms = np.repeat([perf.total for perf in candidate.perfs], candidate.counts)
+        ms = np.repeat(candidate.ms, candidate.counts)
+        fetch = np.repeat(candidate.hidden_ms, candidate.counts)
+        ssd = np.repeat([s.ssd for s in storages], candidate.counts).astype(np.int64)
         ddr = np.repeat([s.ddr for s in storages], candidate.counts).astype(np.int64)
         hbm = np.repeat([s.hbm for s in storages], candidate.counts).astype(np.int64)
         main, host = (ddr, np.zeros_like(ddr)) if host_is_main else (hbm, ddr)
@@ -105,6 +120,8 @@ class Cluster:
                 ms[first : first + width],
                 main[first : first + width],
                 host[first : first + width],
+                fetch[first : first + width],
+                ssd[first : first + width],
                 same_host=partition_by == PartitionByType.HOST.value and not row_cut,
                 other_hosts=partition_by == PartitionByType.MULTI_HOST.value,
             )
@@ -122,21 +139,33 @@ class Placement:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.ms_W = np.zeros(cluster.world_size)
+        self.fetch_ms_W = np.zeros(cluster.world_size)
         self.left_W = cluster.main_bytes_W.copy()
         self.host_left_H = cluster.host_bytes_H.copy()
+        self.files_left_H = cluster.file_bytes_H.copy()
         self.start: dict[Piece, int] = {}
         """The first rank of every piece."""
         self.of_table: dict[int, list[Piece]] = {}
 
     @property
+    def busy_ms(self) -> Array:
+        """Predicted time per rank: what takes longer, training or fetching rows for it."""
+        return np.maximum(self.ms_W, self.fetch_ms_W)
+
+    @property
     def step_ms(self) -> float:
         """Predicted time of the slowest rank."""
-        return float(self.ms_W.max())
+        return float(self.busy_ms.max())
+
+    @property
+    def fetches_hide(self) -> bool:
+        """Whether no rank waits for rows of tiered tables."""
+        return bool(self.fetch_ms_W.max() <= self.ms_W.max())
 
     def slowest_ms(self, piece: Piece) -> float:
         """Predicted time of the slowest rank that the piece is on."""
         start = self.start[piece]
-        return float(self.ms_W[start : start + piece.width].max())
+        return float(self.busy_ms[start : start + piece.width].max())
 
     def add(
         self, pieces: Sequence[Piece], *, limit_ms: float | None = None, by_memory: bool = False
@@ -176,10 +205,12 @@ class Placement:
     def _charge(self, piece: Piece, start: int, sign: int) -> None:
         ranks = slice(start, start + piece.width)
         self.ms_W[ranks] += sign * piece.ms_R
+        self.fetch_ms_W[ranks] += sign * piece.fetch_ms_R
         self.left_W[ranks] -= sign * piece.main_bytes_R
-        if piece.host_bytes_R.any():
+        if piece.is_on_host:
             hosts = np.arange(start, start + piece.width) // self.cluster.ranks_per_host
             np.subtract.at(self.host_left_H, hosts, sign * piece.host_bytes_R)
+            np.subtract.at(self.files_left_H, hosts, sign * piece.file_bytes_R)
 
     def _best_start(self, piece: Piece, limit_ms: float | None, by_memory: bool) -> int | None:
         width = piece.width
@@ -189,7 +220,9 @@ class Placement:
         if by_memory:
             score = (piece.main_bytes_R - left).max(axis=1).astype(np.float64)
         else:
-            score = (self.ms_W.reshape(rows) + piece.ms_R).max(axis=1)
+            ms = self.ms_W.reshape(rows) + piece.ms_R
+            fetch_ms = self.fetch_ms_W.reshape(rows) + piece.fetch_ms_R
+            score = np.maximum(ms, fetch_ms).max(axis=1)
             if limit_ms is not None:
                 allowed &= score <= limit_ms
                 score = -score
@@ -203,12 +236,12 @@ class Placement:
         cluster, width = self.cluster, piece.width
         starts = np.arange(0, cluster.world_size, width)
         allowed = np.ones(len(starts), dtype=bool)
-        if piece.host_bytes_R.any():
-            for i, start in enumerate(starts):
-                hosts = np.arange(start, start + width) // cluster.ranks_per_host
-                need = np.bincount(hosts - hosts[0], weights=piece.host_bytes_R)
-                left = self.host_left_H[hosts[0] : hosts[-1] + 1]
-                allowed[i] = bool((need <= left).all())
+        if piece.is_on_host:
+            for bytes_R, left_H in (
+                (piece.host_bytes_R, self.host_left_H),
+                (piece.file_bytes_R, self.files_left_H),
+            ):
+                allowed &= _hosts_have(bytes_R, left_H, cluster)
         placed = self.of_table.get(piece.table)
         if placed and (piece.same_host or piece.other_hosts):
             groups = np.array([self.start[other] // cluster.group for other in placed])
@@ -220,12 +253,26 @@ class Placement:
         return allowed
 
 
+def _hosts_have(bytes_R: Array, left_H: Array, cluster: Cluster) -> Array:
+    """Per possible start of a piece: whether the hosts that it would be on have the bytes left."""
+    width, per_host = len(bytes_R), cluster.ranks_per_host
+    starts = np.arange(0, cluster.world_size, width)
+    if width == 1:
+        return left_H[starts // per_host] >= bytes_R
+    enough = np.ones(len(starts), dtype=bool)
+    for i, start in enumerate(starts):
+        hosts = np.arange(start, start + width) // per_host
+        need = np.bincount(hosts - hosts[0], weights=bytes_R)
+        enough[i] = bool((need <= left_H[hosts[0] : hosts[-1] + 1]).all())
+    return enough
+
+
 def improve(placement: Placement) -> None:
     """Moves single shards off the busiest rank, or exchanges them, while its time goes down."""
     movable = [
         piece
         for piece in placement.start
-        if piece.width == 1 and not (piece.same_host or piece.host_bytes_R.any())
+        if piece.width == 1 and not (piece.same_host or piece.is_on_host)
     ]
     if not movable:
         return

@@ -34,12 +34,16 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
-from ecorec_torchrec.plan import RecordedPlan, TTParameterSharding, with_dist_group
+from ecorec_torchrec.plan import (
+    RecordedPlan,
+    TieredParameterSharding,
+    TTParameterSharding,
+    with_dist_group,
+)
 from ecorec_torchrec.sharding import get_ecorec_sharders
-from ecorec_torchrec.tt import TTSpec
 
 from .baselines import Baseline, greedy_by_unique_ids, torchrec_greedy
-from .compression import FitCheck, Form, least_compression, table_forms
+from .compression import FitCheck, Form, hidden_fetches, least_compression, table_forms
 from .constraints import EcoRecConstraints
 from .dist_groups import choose_dist_groups, group_ms
 from .enumerator import EcoRecEnumerator
@@ -50,6 +54,8 @@ from .profile import Profile
 from .report import PlanReport
 from .search import PlacedTables, PlacementSearch
 from .shortage import PlanningInputs, shortage_error
+from .tier_options import option_tiers
+from .tiers import TierSpeeds
 
 RESERVED_SHARE = 0.15  # of HBM, as TorchRec's default policy keeps back
 _MAX_GRID_PROPOSALS = 1000
@@ -57,20 +63,23 @@ _INFERIOR_PROPOSALS = 100  # in a row, after which a greedy search ends
 
 
 class EcoRecPlanner(EmbeddingShardingPlanner):
-    """TorchRec's `EmbeddingShardingPlanner` that may store tables as TT cores.
+    """TorchRec's `EmbeddingShardingPlanner` that may store tables as TT cores, or in tiers.
 
     Its aims, in this order:
 
     1. no rank over its memory cap;
     2. the least lookup-weighted compression: tables stay dense where that fits, and where it does
-       not, the table that frees most bytes per lookup goes TT first, with the highest rank that
-       fits;
+       not, tables that may be are tiered, which is exact: first those whose rows take least time
+       to fetch per byte freed, with the largest cache that fits, as long as fetching hides behind
+       the lookups. After that the table that frees most bytes per lookup goes TT first, with the
+       highest rank that fits;
     3. the least predicted step time, that of the slowest rank, searched among the shardings that
        the forms decided under 2 have: dense tables every TorchRec sharding, also in more column
        shards than TorchRec cuts; TT tables table-wise and data-parallel.
 
     Which tables may be TT: those with a shape of their own (always), and those that
-    `EcoRecConstraints` allows `tt_ranks`. Equal input gives an equal plan.
+    `EcoRecConstraints` allows `tt_ranks`. Which may be tiered: those that it gives a `tier_folder`.
+    Equal input gives an equal plan.
 
     Args:
         topology, batch_size, constraints, debug, callbacks, timeout_seconds: as TorchRec's.
@@ -86,6 +95,8 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         auto_dist_groups: also choose how many dist groups there are and which table is in which,
             see `choose_dist_groups`; a constraint that names the `dist_group` of a table goes
             before. Without it they are left to the sharder's `num_dist_groups`.
+        tier_speeds: of a rank's memory and storage, such as `load_hardware(..).tier_speeds()`;
+            without it as far as the topology tells.
 
     Raises:
         TypeError: `enumerator` or `profile` is of another class; `constraints` is no mapping from
@@ -125,6 +136,7 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         *,
         profile: Profile | None = None,
         auto_dist_groups: bool = False,
+        tier_speeds: TierSpeeds | None = None,
     ) -> None:
         if enumerator is not None and not isinstance(enumerator, EcoRecEnumerator):
             raise TypeError(
@@ -160,10 +172,15 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         )
         if enumerator is None:
             self._enumerator = EcoRecEnumerator(
-                self._topology, self._batch_size, constraints, profile=profile
+                self._topology,
+                self._batch_size,
+                constraints,
+                profile=profile,
+                tier_speeds=tier_speeds,
             )
         self._profile = profile
         self._auto_dist_groups = auto_dist_groups
+        self._tier_speeds = tier_speeds
         self._search_is_torchrecs = any((proposer, partitioner, performance_model, plan_loader))
         self._planned: tuple[list[Candidate], Topology] | None = None
         self.report: PlanReport | None = None
@@ -211,9 +228,13 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         if self._search_is_torchrecs:
             stock_plan = self._searched_by_torchrec(module, sharders, chosen, torchrecs)
         else:
+            if any(form.is_tiered for form in chosen.values()):
+                others = [c for c in candidates if c.tier_level is None]
+                untiered = table_forms(others, self._constraints, self._topology)
+                chosen = hidden_fetches(untiered, chosen, search.fit_unhindered) or chosen
             placed = search.fastest(list(chosen.values()))
             stock_plan = self._as_placed(module, sharders, placed)
-        plan = _recorded(stock_plan, candidates, {fqn: form.tt for fqn, form in chosen.items()})
+        plan = _recorded(stock_plan, candidates, self._best_plan)
         self._place_in_dist_groups(plan)
         plan.world_size = self._topology.world_size
         self._warn_without_optimizer()
@@ -309,6 +330,7 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
             self._partitioner if self._search_is_torchrecs else None,
             known_forms=forms,
             profile=self._profile,
+            tier_speeds=self._tier_speeds,
         )
 
     def _warn_without_optimizer(self) -> None:
@@ -397,18 +419,21 @@ class _FinishedPlan(list[ShardingOption]):
 
 
 def _recorded(
-    plan: ShardingPlan, candidates: Sequence[Candidate], specs: Mapping[str, TTSpec | None]
+    plan: ShardingPlan, candidates: Sequence[Candidate], options: Sequence[ShardingOption]
 ) -> RecordedPlan:
-    """TorchRec's plan in the model's order, with the TT shapes and the sizes of the tables."""
+    """TorchRec's plan in the model's order, with TT shapes, tiers and the sizes of the tables."""
+    placed = {option.fqn: option for option in options}
     recorded = RecordedPlan({})
     for option in (candidate.option for candidate in candidates):
         module_plan = recorded.plan.setdefault(option.path, EmbeddingModuleShardingPlan())
         if option.name in module_plan:
             continue
         entry = plan.plan[option.path][option.name]
-        spec = specs[option.fqn]
+        spec, tiers = tt_of(placed[option.fqn]), option_tiers(placed[option.fqn])
         if spec is not None:
             entry = TTParameterSharding(**vars(entry), tt=spec)
+        if tiers is not None:
+            entry = TieredParameterSharding(**vars(entry), tiers=tiers)
         module_plan[option.name] = entry
         shapes = recorded.table_shapes.setdefault(option.path, {})
         shapes[option.name] = tuple(option.tensor.shape)

@@ -19,6 +19,7 @@ from ecorec_torchrec.plan.tables import ModelTable, model_tables
 from ecorec_torchrec.tt import TTSpec
 
 from .options import main_memory_bytes
+from .tier_report import TIER_HEADER, TierReport, tier_reports
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ class PlanReport:
     indivisible_ms: float | None = None
     """Predicted time of the table that takes longest even in its shortest pieces, below which no
     placement can go; None for a plan that no planner made."""
+    tiers: tuple[TierReport, ...] = ()
+    """What the tiered tables do; empty for a plan that no planner made."""
 
     @classmethod
     def of(
@@ -126,7 +129,8 @@ class PlanReport:
         num_ranks = capacity.world_size if capacity else 0
         for table in tables:
             num_ranks = max(num_ranks, *(rank + 1 for rank in table.weight_bytes))
-        return cls(tables, _rank_reports(num_ranks, tables, options, capacity), indivisible_ms)
+        ranks = _rank_reports(num_ranks, tables, options, capacity)
+        return cls(tables, ranks, indivisible_ms, tier_reports(options))
 
     @property
     def step_ms(self) -> float | None:
@@ -173,6 +177,8 @@ class PlanReport:
         needed = console.measure(tables, options=console.options.update(width=_ANY_WIDTH)).maximum
         if console.is_terminal and needed <= console.width:
             console.print(tables)
+            if self.tiers:
+                console.print(_rich(TIER_HEADER, self._tier_rows(), "tiers"))
             console.print(_rich(_RANK_HEADER, self._rank_rows(), "ranks"))
             console.print(self._summary(), end="", highlight=False)
         else:
@@ -182,6 +188,7 @@ class PlanReport:
         """Fixed-width text; the last line of the first table is the sum of the others."""
         return (
             _plain(_TABLE_HEADER, self._table_rows())
+            + (_plain(TIER_HEADER, self._tier_rows()) if self.tiers else "")
             + _plain(_RANK_HEADER, self._rank_rows())
             + self._summary()
         )
@@ -206,6 +213,11 @@ class PlanReport:
         ratio = f"{self.dense_bytes / self.stored_bytes:.1f}" if self.stored_bytes else "-"
         total = ["total", "", "", "", "", ""]
         return [*rows, [*total, f"{self.dense_bytes:,}", f"{self.stored_bytes:,}", ratio, ""]]
+
+    def _tier_rows(self) -> list[list[str]]:
+        step_ms = self.step_ms
+        assert step_ms, "tiered tables are reported of a planner's plan"
+        return [tier.cells(step_ms) for tier in self.tiers]
 
     def _rank_rows(self) -> list[list[str]]:
         return [
@@ -295,8 +307,11 @@ def _rank_reports(
     if not options or capacity is None:
         return tuple(RankReport(rank, weight_bytes[rank]) for rank in range(num_ranks))
     needed_bytes, perfs = [0] * num_ranks, [_NO_TIME] * num_ranks
+    fetch_ms = [0.0] * num_ranks  # of it, what is done while earlier batches are trained on
     for option in options:
+        hidden = getattr(option, "fetch_is_hidden", False)
         for shard in option.shards:
+            fetch_ms[shard.rank] += shard.perf.prefetch_compute if hidden else 0.0
             needed_bytes[shard.rank] += main_memory_bytes(shard.storage, capacity)
             perfs[shard.rank] += shard.perf
     return tuple(
@@ -305,7 +320,7 @@ def _rank_reports(
             weight_bytes[rank],
             needed_bytes=needed_bytes[rank],
             cap_bytes=main_memory_bytes(device.storage, capacity),
-            step_ms=perfs[rank].total,
+            step_ms=max(perfs[rank].total - fetch_ms[rank], fetch_ms[rank]),
             parts_ms=_parts_ms(perfs[rank]),
         )
         for rank, device in enumerate(capacity.devices)
@@ -318,7 +333,7 @@ def _parts_ms(perf: Perf) -> dict[str, float]:
         "forward communication": perf.fwd_comms,
         "backward lookup": perf.bwd_compute,
         "backward communication": perf.bwd_comms,
-        "prefetch": perf.prefetch_compute,
+        "fetching rows": perf.prefetch_compute,
     }
 
 

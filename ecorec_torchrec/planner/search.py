@@ -72,6 +72,14 @@ class PlacementSearch:
         self._cluster = Cluster.of(capacity)
         self._pieces: dict[tuple[int, int], tuple[Candidate, list[Piece]]] = {}
 
+    def fit_unhindered(self, forms: Sequence[Form]) -> PlacedTables | None:
+        """A placement in which no rank waits for rows of tiered tables; None if none is found."""
+        for candidates in zip(*(form.candidates for form in forms), strict=True):
+            placed = self.placed(candidates)
+            if placed is not None and placed.placement.fetches_hide:
+                return placed
+        return None
+
     def fit(self, forms: Sequence[Form]) -> PlacedTables | None:
         """A placement of one form per table with memory as the only aim; None if none is found."""
         if sum(form.num_bytes for form in forms) > self._cluster.main_bytes_W.sum():
@@ -207,12 +215,12 @@ class PlacementSearch:
             return False
         enough_ms = placement.step_ms * (1 - _GAIN)
         old = [(piece, placement.start[piece]) for piece in placement.of_table[table]]
-        busiest = int(placement.ms_W.argmax())
+        busiest = int(placement.busy_ms.argmax())
         for piece, _ in old:
             placement.take(piece)
         if placement.add(self._pieces_of(candidate, table)):
             touched = [
-                placement.ms_W[busiest],
+                placement.busy_ms[busiest],
                 *map(placement.slowest_ms, placement.of_table[table]),
             ]
             if max(touched) < enough_ms:
@@ -232,7 +240,7 @@ def _total_ms(candidate: Candidate) -> float:
 
 def _tables_on_busiest_rank(placement: Placement) -> list[int]:
     """Those that take longest there first."""
-    busiest = int(placement.ms_W.argmax())
+    busiest = int(placement.busy_ms.argmax())
     ms: dict[int, float] = {}
     for piece, start in placement.start.items():
         if start <= busiest < start + piece.width:

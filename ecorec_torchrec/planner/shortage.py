@@ -27,6 +27,7 @@ from .options import Candidate, main_memory_bytes
 from .partitioner import PartitionerCheck
 from .profile import Profile
 from .search import PlacementSearch
+from .tiers import TierSpeeds
 
 _SUGGESTED_RANKS = (64, 32, 16, 8, 4)
 _MIB = 2**20
@@ -42,7 +43,7 @@ class PlanningInputs:
         partitioner: the user's own; None for `PlacementSearch`.
         max_rank: TT ranks above it are lowered to it.
         known_forms: of the tables, which caps and reservations leave as they are.
-        profile: as the planner's.
+        profile, tier_speeds: as the planner's.
     """
 
     module: nn.Module
@@ -55,6 +56,7 @@ class PlanningInputs:
     max_rank: int | None = None
     known_forms: Mapping[str, list[Form]] | None = None
     profile: Profile | None = None
+    tier_speeds: TierSpeeds | None = None
 
     def enumerator(self) -> EcoRecEnumerator:
         return EcoRecEnumerator(
@@ -63,6 +65,7 @@ class PlanningInputs:
             dict(self.constraints),
             max_rank=self.max_rank,
             profile=self.profile,
+            tier_speeds=self.tier_speeds,
         )
 
     def tables(self) -> list[PlannedTable]:
@@ -112,7 +115,7 @@ class PlanningInputs:
     @property
     def memories(self) -> tuple[str, ...]:
         """The memories that tables can lie in, by name in `Storage`; the ranks' own first."""
-        return ("ddr",) if self.topology.compute_device == "cpu" else ("hbm", "ddr")
+        return ("ddr", "ssd") if self.topology.compute_device == "cpu" else ("hbm", "ddr", "ssd")
 
     def caps(self, memory: str) -> list[int]:
         return [getattr(device.storage, memory) for device in self.topology.devices]
@@ -209,7 +212,8 @@ def _allow_tt(inputs: PlanningInputs, tables: Sequence[PlannedTable]) -> Iterato
     allowed = {}
     for table in tables:
         stock = constraints.get(table.name)
-        if not table.specs and getattr(stock, "tt", "auto") != "never":
+        other_form = getattr(stock, "tiers", "auto") == "always"
+        if not (table.specs or other_form) and getattr(stock, "tt", "auto") != "never":
             allowed[table.fqn] = table.name
     for rank in _SUGGESTED_RANKS if allowed else ():
         for name in allowed.values():

@@ -101,12 +101,12 @@ def _num_prefixes(spec: TTSpec, k: int) -> int:
 def _distinct_prefixes(spec: TTSpec, k: int, lookups: float, profile: TableProfile | None) -> float:
     """Of k + 1 digits, among so many ids."""
     if profile is None:
-        return _expected_distinct(_num_prefixes(spec, k), lookups)
+        return expected_distinct(_num_prefixes(spec, k), lookups)
     samples = lookups / profile.all_lookups_per_sample
     return profile.unique_prefixes(samples, spec, num_digits=k + 1)
 
 
-def _expected_distinct(population: int, draws: float) -> float:
+def expected_distinct(population: int, draws: float) -> float:
     """How many of `population` values occur among uniform draws."""
     if draws <= 0:
         return 0.0

@@ -307,6 +307,13 @@ class PlanConfig:
     ddr_cap_gib: float | None = None
     """Host memory of one rank for the planner; without it TorchRec's default."""
 
+    storage_cap_gib: float | None = None
+    """Block storage of one rank for the files of tiered tables; without it what `hardware` says,
+    or TorchRec's default."""
+
+    tier_folder: str | None = None
+    """A folder on that storage: the planner may tier tables of a list; without it, it does not."""
+
     hardware: str | None = None
     """Machines to plan for: a100, h100, h200, or a YAML file of your own; without it TorchRec's
     default bandwidths."""
@@ -333,7 +340,7 @@ class PlanConfig:
             self.dist_group_slope,
             "must be within 0..1",
         )
-        for name in ("hbm_cap_gib", "ddr_cap_gib", "local_batch_size"):
+        for name in ("hbm_cap_gib", "ddr_cap_gib", "storage_cap_gib", "local_batch_size"):
             value = getattr(self, name)
             if value is not None:
                 _require(value > 0, f"plan.{name}", value, "must be > 0")

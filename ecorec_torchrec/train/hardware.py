@@ -13,12 +13,21 @@ from typing import Literal
 
 from torchrec.distributed.planner.types import HardwareConfig
 
-from ecorec_torchrec.planner import Calibration
+from ecorec_torchrec.planner import Calibration, TierSpeeds
 from ecorec_torchrec.train.config_file import parse_config
 from ecorec_torchrec.train.machine import describe_machine, differences
 
 _GIB = 1 << 30
 _BYTES_PER_MS = 1e6  # of one GB/s
+_OF_TIERS = (
+    "storage_read_gb_per_s",
+    "storage_write_gb_per_s",
+    "storage_iops",
+    "storage_write_iops",
+    "tier_lookup_ns",
+    "tier_row_ns",
+    "tier_moved_row_ns",
+)
 _OF_GPUS = ("hbm_gib", "hbm_gb_per_s", "pcie_gb_per_s", "inter_host_gb_per_s")
 
 
@@ -56,6 +65,30 @@ class HostHardware:
     inter_host_gb_per_s: float | None = None
     """Between hosts, per rank; without it TorchRec's default."""
 
+    storage_gib: float | None = None
+    """Block storage of the host for tiered tables; without it TorchRec's default per rank."""
+
+    storage_read_gb_per_s: float | None = None
+    """Bandwidth of reading it."""
+
+    storage_write_gb_per_s: float | None = None
+    """Bandwidth of writing it."""
+
+    storage_iops: float | None = None
+    """Pages of 4 KiB that it reads at random, per second."""
+
+    storage_write_iops: float | None = None
+    """Pages of 4 KiB that it writes at random, per second."""
+
+    tier_lookup_ns: float | None = None
+    """What a rank's host takes to find the slot of one id of a batch."""
+
+    tier_row_ns: float | None = None
+    """What it takes to manage one distinct row of a batch."""
+
+    tier_moved_row_ns: float | None = None
+    """What it takes to bring a row into its slot and another one out, beside their bytes."""
+
     machine: dict[str, str] = field(default_factory=dict)
     """What was measured: names and versions; empty for values of data sheets."""
 
@@ -69,6 +102,10 @@ class HostHardware:
                 raise ValueError(f"{entry.name}={value} must be > 0")
             if self.device == "cuda" and value is None and entry.name in _OF_GPUS:
                 raise ValueError(f"{entry.name} is missing for device: cuda")
+        given = [getattr(self, name) is not None for name in _OF_TIERS]
+        if any(given) and not all(given):
+            missing = [name for name in _OF_TIERS if getattr(self, name) is None]
+            raise ValueError(f"{', '.join(missing)} missing: values for tiers come together")
         self.calibration()  # refuses costs that do not fit
 
     def for_torchrec(self) -> HardwareConfig:
@@ -80,6 +117,9 @@ class HostHardware:
         return HardwareConfig(
             hbm_cap_bytes=None if self.hbm_gib is None else int(self.hbm_gib * _GIB),
             ddr_cap_bytes=int(self.host_dram_gib * _GIB) // self.ranks_per_host,
+            ssd_cap_bytes=None
+            if self.storage_gib is None
+            else int(self.storage_gib * _GIB) // self.ranks_per_host,
             hbm_mem_bw=per_ms(self.hbm_gb_per_s),
             ddr_mem_bw=per_ms(self.host_dram_gb_per_s),
             hbm_to_ddr_mem_bw=per_ms(self.pcie_gb_per_s),
@@ -93,6 +133,26 @@ class HostHardware:
             return Calibration(self.costs_ns, self.machine)
         bandwidth = self.host_dram_gb_per_s if self.hbm_gb_per_s is None else self.hbm_gb_per_s
         return Calibration.of_data_sheet(self.fp32_tflops, bandwidth)
+
+    def tier_speeds(self) -> TierSpeeds | None:
+        """A rank's share of memory and storage; None if the file says nothing of storage."""
+        values = [getattr(self, name) for name in _OF_TIERS]
+        if None in values:
+            return None
+        read, write, read_iops, write_iops, *times = values
+        lookup_ns, row_ns, moved_row_ns = times
+        share = 1 / self.ranks_per_host
+        return TierSpeeds(
+            read_gb_per_s=read * share,
+            write_gb_per_s=write * share,
+            read_iops=read_iops * share,
+            write_iops=write_iops * share,
+            memory_gb_per_s=self.host_dram_gb_per_s * share,
+            lookup_ns=lookup_ns,
+            row_ns=row_ns,
+            moved_row_ns=moved_row_ns,
+            link_gb_per_s=self.pcie_gb_per_s,
+        )
 
     def check_is_here(self, ranks_per_host: int) -> None:
         """Refuses measured costs of another machine, or of another number of ranks on this one.

@@ -30,6 +30,7 @@ from ecorec_torchrec.planner import (
     EcoRecPlanner,
     PlanReport,
     Profile,
+    TierSpeeds,
     load_profile,
 )
 from ecorec_torchrec.sharding import get_ecorec_sharders
@@ -125,6 +126,7 @@ def make_topology(config: TrainConfig, device_type: str, world_size: int) -> Top
         local_world_size=per_host,
         hbm_cap_bytes=_gib(config.plan.hbm_cap_gib),
         ddr_cap_bytes=_gib(config.plan.ddr_cap_gib),
+        ssd_cap_bytes=_gib(config.plan.storage_cap_gib),
     )
     return TopologyFactory.create_topology(
         trainer,
@@ -145,19 +147,31 @@ def _gib(amount: float | None) -> int | None:
 
 
 def plan_tables(
-    config: TrainConfig, tables: Sequence[ListedTable], topology: Topology
+    config: TrainConfig,
+    tables: Sequence[ListedTable],
+    topology: Topology,
+    profile: Profile | None = None,
+    compute_kernels: Sequence[str] | None = None,
 ) -> tuple[RecordedPlan, EcoRecPlanner]:
     """The plan of a list of tables, and the planner with its report.
+
+    Args:
+        profile: of the tables, where `plan.profile` names none.
+        compute_kernels: TorchRec's kernels that tables may have; None for all.
 
     Raises:
         ValueError: `tt.tables` names no table, or no plan fits into the memory.
     """
+    constraints = constraints_of(tables, config)
+    for constraint in constraints.values():
+        constraint.compute_kernels = None if compute_kernels is None else list(compute_kernels)
     planner = EcoRecPlanner(
         topology,
         batch_size=local_batch_size(config, topology.world_size),
         storage_reservation=FixedPercentageStorageReservation(_RESERVED_FRACTION),
-        constraints=dict(constraints_of(tables, config)),
-        profile=_profile(config),
+        constraints=dict(constraints),
+        profile=_profile(config) or profile,
+        tier_speeds=_tier_speeds(config),
         auto_dist_groups=config.plan.num_dist_groups == "auto",
         stats=NoopEmbeddingStats(),
         debug=False,
@@ -229,6 +243,11 @@ def _warn_of_ignored_profile(config: TrainConfig) -> None:
     else:
         return
     warnings.warn(f"plan.profile is ignored: {reason}", stacklevel=3)
+
+
+def _tier_speeds(config: TrainConfig) -> TierSpeeds | None:
+    hardware = config.plan.hardware
+    return None if hardware is None else load_hardware(hardware).tier_speeds()
 
 
 def _profile(config: TrainConfig) -> Profile | None:

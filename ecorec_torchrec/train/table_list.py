@@ -121,7 +121,8 @@ def collection_of(tables: Sequence[ListedTable], config: TrainConfig) -> nn.Modu
 def constraints_of(
     tables: Sequence[ListedTable], config: TrainConfig
 ) -> dict[str, EcoRecConstraints]:
-    """Pooling factors, and which tables may (`tt.choice: auto`) or must be TT.
+    """Pooling factors, which tables may (`tt.choice: auto`) or must be TT, and whether others
+    may be tiered.
 
     Raises:
         ValueError: a name or pattern in `tt.tables` that no table has.
@@ -138,6 +139,9 @@ def constraints_of(
             pooling_factors=[table.pooling_factor],
             tt=config.tt.choice if table.name in chosen else "never",
             tt_ranks=(config.tt.rank,) if table.name in chosen else (),
+            tier_folder=None
+            if table.name in chosen and config.tt.choice == "always"
+            else config.plan.tier_folder,
         )
         for table in tables
     }

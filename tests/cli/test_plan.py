@@ -10,7 +10,12 @@ import yaml
 
 from ecorec_torchrec.cli import main
 from ecorec_torchrec.train.config import DrawnTablesConfig
-from ecorec_torchrec.train.drawn_tables import draw_tables, expected_unique_ids
+from ecorec_torchrec.train.drawn_tables import (
+    draw_tables,
+    drawn_profile,
+    expected_unique_ids,
+    zipf_reuse_curve,
+)
 
 
 @pytest.fixture
@@ -135,3 +140,81 @@ def test_lists_are_not_trained(config: str, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         main(["train", "--config", config])
     assert "list of tables without data" in capsys.readouterr().err
+
+
+def test_drawn_tables_have_a_profile() -> None:
+    drawn = DrawnTablesConfig(count=12, samples=4096, lookups=60_000, unique_ids=30_000, seed=1)
+    profile = drawn_profile(drawn)
+    for table in draw_tables(drawn):
+        unique = profile.tables[table.name].unique_rows(65_536)
+        assert unique == pytest.approx(table.unique_ids[65_536], abs=1)
+
+
+@pytest.mark.parametrize("cache_rows", [600, 1500, 3000])
+def test_reuse_of_zipf_ids_is_that_of_a_simulated_cache(cache_rows: int) -> None:
+    draw = np.random.default_rng(7)
+    weights = 1 / np.arange(1, 5001)
+    cache: dict[int, None] = {}  # in the order of use
+    asked = missed = 0
+    for batch in range(200):
+        ids = np.unique(draw.choice(5000, 512, p=weights / weights.sum()))
+        if batch >= 50:
+            asked += len(ids)
+            missed += sum(row not in cache for row in ids.tolist())
+        for row in ids.tolist():
+            cache.pop(row, None)
+            cache[row] = None
+        for row in list(cache)[: max(0, len(cache) - cache_rows)]:
+            del cache[row]
+    curve = zipf_reuse_curve(5000, 1.0, lookups_per_sample=1.0, batch_size=512)
+    assert curve.miss_ratio(cache_rows) == pytest.approx(missed / asked, abs=0.04)
+
+
+HOSTS = {
+    "ranks_per_host": 2,
+    "device": "cuda",
+    "hbm_gib": 4,
+    "hbm_gb_per_s": 2000,
+    "host_dram_gib": 8,
+    "host_dram_gb_per_s": 400,
+    "pcie_gb_per_s": 32,
+    "intra_host_gb_per_s": 300,
+    "inter_host_gb_per_s": 25,
+    "fp32_tflops": 20,
+    "storage_gib": 1000,
+    "storage_read_gb_per_s": 20,
+    "storage_write_gb_per_s": 10,
+    "storage_iops": 4e6,
+    "storage_write_iops": 1e6,
+    "tier_lookup_ns": 10,
+    "tier_row_ns": 10,
+    "tier_moved_row_ns": 100,
+}
+
+
+def test_hosts_needed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("hosts.yaml").write_text(yaml.safe_dump(HOSTS))
+    settings = yaml.safe_load(Path(config).read_text())
+    del settings["tt"]
+    Path(config).write_text(yaml.safe_dump(settings))
+    arguments = ["--hardware", "hosts.yaml", "--tiers", "/nvme", "--nodes-needed", "--json", "n"]
+    main(["plan", "--config", config, *arguments])
+    assert "hosts needed, as predicted" in capsys.readouterr().out
+    dense, uvm, tiered = json.loads(Path("n").read_text())
+    assert [way["forms"] for way in (dense, uvm, tiered)] == ["dense", "dense or UVM", "tiered"]
+    assert tiered["to_hold"] < dense["to_hold"] and tiered["tiered_tables"] > 0
+    assert tiered["written_tb_per_day"] > 0 == dense["written_tb_per_day"]
+
+    rate = 1.2 * tiered["to_hold_samples_per_s"]
+    main(["plan", "--config", config, *arguments, "--samples-per-second", str(rate)])
+    *_, faster = json.loads(Path("n").read_text())
+    assert faster["to_hold"] == tiered["to_hold"] < faster["to_reach"]
+    assert faster["samples_per_s"] >= rate
+
+
+def test_values_for_tiers_come_together(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = {name: value for name, value in HOSTS.items() if name != "storage_iops"}
+    Path("hosts.yaml").write_text(yaml.safe_dump(hosts))
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", config, "--hardware", "hosts.yaml"])
+    assert "storage_iops missing: values for tiers come together" in capsys.readouterr().err

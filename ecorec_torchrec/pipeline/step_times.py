@@ -131,16 +131,21 @@ class StepTimes:
         return (end - begin) * 1e3 if self._streams is None else begin.elapsed_time(end)
 
     def _brackets(self, part: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Two hooks for before and after something that counts to a part."""
-        started: list[Mark] = []
+        """Two hooks for before and after something that counts to a part.
+
+        A second end counts what has been done since the first.
+        """
+        counted_to: list[Mark] = []
 
         def begin(*_: Any) -> None:
             if self._is_open:
-                started[:] = [self._mark()]
+                counted_to[:] = [self._mark()]
 
         def end(*_: Any) -> None:
-            if self._is_open and started:
-                self._spans.append((part, started.pop(), self._mark()))
+            if self._is_open and counted_to:
+                now = self._mark()
+                self._spans.append((part, counted_to[0], now))
+                counted_to[0] = now
 
         return begin, end
 
@@ -148,19 +153,23 @@ class StepTimes:
         return _TimedWait(output, self) if self._is_open else None
 
     def _watch_lookup_backward(self, _lookup: nn.Module, _inputs: Any, output: Tensor) -> None:
-        if self._is_open and output.grad_fn is not None:
-            self._watch_nodes(LOOKUP, _graph_below(output.grad_fn))
+        if not self._is_open or output.grad_fn is None:
+            return
+        # The engine goes through a lookup's few nodes in one go: a hook at the first of them, and
+        # one at each of the last, the parameters', whose gradient hooks update the tables.
+        begin, end = self._brackets(LOOKUP)
+        self._handles.append(output.grad_fn.register_prehook(begin))
+        for node in _graph_below(output.grad_fn):
+            if not node.next_functions:
+                self._handles.append(node.register_hook(end))
 
     def watch_gradient_wait(self, output: Tensor) -> None:
         """TorchRec's collectives are pairs of nodes: in backward `_Wait` sends, `_Req` waits."""
         if self._is_open and output.grad_fn is not None:
-            below = _graph_below(output.grad_fn, _waits_for_gradients)
-            self._watch_nodes(EXPOSED_COMM, filter(_waits_for_gradients, below))
-
-    def _watch_nodes(self, part: str, nodes: Iterator[Node]) -> None:
-        for node in nodes:
-            begin, end = self._brackets(part)
-            self._handles += [node.register_prehook(begin), node.register_hook(end)]
+            for node in _graph_below(output.grad_fn, _waits_for_gradients):
+                if _waits_for_gradients(node):
+                    begin, end = self._brackets(EXPOSED_COMM)
+                    self._handles += [node.register_prehook(begin), node.register_hook(end)]
 
 
 class _TimedWait(Awaitable[Tensor]):

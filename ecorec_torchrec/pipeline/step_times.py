@@ -34,8 +34,9 @@ class StepTimes:
     - `dense_ms`: everything else: the dense part, its optimizer, the all-reduce of its gradients.
 
     On CPUs by the host's clock; on GPUs by events on the stream that computes, which are read two
-    steps later, so that the host never waits for the device. Costs of a few microseconds per dist
-    group and step are the only effect.
+    steps later, so that the host never waits for the device. The hooks take some tenths of a
+    millisecond of the host's time per dist group and step: on a CPU less than 1 % of steps of a few
+    hundred milliseconds, more of short ones.
 
     Args:
         device: of the model.

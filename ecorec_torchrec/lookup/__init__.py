@@ -15,6 +15,7 @@ from .grouped import (
 from .optimizer_spec import OptimizerSpec
 from .optimizers import FusedTTOptimizer, GroupKeyedOptimizer, mark_in_backward
 from .settings import TT_ONLY_SETTINGS, TTSettings
+from .tiered_embedding import BatchedTieredEmbedding
 from .tiered_embedding_bag import BatchedTieredEmbeddingBag
 from .tiered_kernel import Lease, TieredKernel, TieredOptimizer, shard_name
 from .tiered_settings import TIERED_OPTIMIZERS, TieredSettings
@@ -29,6 +30,7 @@ __all__ = [
     "BatchedFusedTTEmbeddingBag",
     "BatchedTTEmbedding",
     "BatchedTTEmbeddingBag",
+    "BatchedTieredEmbedding",
     "BatchedTieredEmbeddingBag",
     "CoreSlice",
     "FusedTTKernel",

@@ -53,10 +53,10 @@ class BatchedTieredEmbeddingBag(TieredKernel, BaseBatchedEmbeddingBag[Tensor]):
         batch_size, offsets = features.stride(), features.offsets()
         pooled: list[Tensor] = []
         first_bag = first_id = 0
-        for i, (table, ids_L) in enumerate(self._ids_by_table(features)):
+        for i, ids_L in enumerate(self._ids_by_table(features)):
             num_bags = self._feature_table_map.count(i) * batch_size
             table_offsets = offsets[first_bag : first_bag + num_bags + 1] - first_id
-            rows_UD, inverse_L = self._peek(table, ids_L, self._local_cols[i])
+            rows_UD, inverse_L = self._peek(i, ids_L)
             bags = nn.functional.embedding_bag(
                 inverse_L,
                 rows_UD,
@@ -75,8 +75,3 @@ class BatchedTieredEmbeddingBag(TieredKernel, BaseBatchedEmbeddingBag[Tensor]):
             pooled += bags.view(-1, batch_size, self._local_cols[i]).unbind(0)
             first_bag, first_id = first_bag + num_bags, first_id + len(ids_L)
         return torch.cat(pooled, 1)
-
-    def _peek(self, table: str, ids_L: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        if not ids_L.numel():
-            return torch.zeros(1, columns, device=ids_L.device), ids_L.long()
-        return self.tables[table].peek(ids_L)

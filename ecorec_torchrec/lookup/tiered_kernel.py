@@ -8,6 +8,7 @@ a whole table: the same operations on the same numbers, in the same order.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -34,6 +35,8 @@ from ecorec_torchrec.tiers import RowInit, RowLayout, Ticket, TieredTable
 
 from .tiered_settings import TieredSettings
 from .weightless import WeightlessKernel
+
+Abandoned = deque[tuple[TieredTable, Ticket]]
 
 
 class TieredKernel(WeightlessKernel, FusedOptimizerModule):
@@ -92,6 +95,7 @@ class TieredKernel(WeightlessKernel, FusedOptimizerModule):
         self._prefix = ""
         self._prefetched: list[Lease] = []
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._abandoned: Abandoned = deque()
 
     @property
     def _pooling_mode(self) -> PoolingMode:
@@ -184,6 +188,13 @@ class TieredKernel(WeightlessKernel, FusedOptimizerModule):
         self.forget_prefetched()
         for lease in list(self._leases):
             lease.release(dirty=False)
+        self._let_abandoned_go()
+
+    def _let_abandoned_go(self) -> None:
+        """Lets go of the rows of graphs that were dropped without a backward pass."""
+        while self._abandoned:
+            table, ticket = self._abandoned.popleft()
+            table.release(ticket, dirty=False)
 
     def _take(self, features: KeyedJaggedTensor) -> Lease:
         """The lease of a batch: the oldest that was prefetched for these very ids, or a new one."""
@@ -193,21 +204,29 @@ class TieredKernel(WeightlessKernel, FusedOptimizerModule):
         return self._ask_for(features)
 
     def _ask_for(self, features: KeyedJaggedTensor) -> Lease:
+        self._let_abandoned_go()
         tickets = [
             (self.tables[table], self.tables[table].prefetch(ids_L))
-            for table, ids_L in self._ids_by_table(features)
+            for table, ids_L in zip(self._specs, self._ids_by_table(features), strict=True)
             if ids_L.numel()
         ]
-        lease = Lease(tickets, features.values())
+        lease = Lease(tickets, features.values(), self._abandoned)
         self._leases.add(lease)
         return lease
 
-    def _ids_by_table(self, features: KeyedJaggedTensor) -> Iterator[tuple[str, Tensor]]:
+    def _ids_by_table(self, features: KeyedJaggedTensor) -> Iterator[Tensor]:
         borders, first = features.offset_per_key(), 0
         for table in self._config.embedding_tables:
             after = first + table.num_features()
-            yield table.name, features.values()[borders[first] : borders[after]]
+            yield features.values()[borders[first] : borders[after]]
             first = after
+
+    def _peek(self, table: int, ids_L: Tensor) -> tuple[Tensor, Tensor]:
+        """The distinct rows (U, D) of ids, and for each id which of them is its row."""
+        if not ids_L.numel():
+            return torch.zeros(1, self._local_cols[table], device=ids_L.device), ids_L.long()
+        name = self._config.embedding_tables[table].name
+        return self.tables[name].peek(ids_L)
 
     def _look_up(self, features: KeyedJaggedTensor, weights_L: Tensor | None = None) -> Tensor:
         """FBGEMM's lookup of the slots that hold the rows of `features`, pinned till backward."""
@@ -233,11 +252,18 @@ class Lease:
     Args:
         tickets: of the tables that have ids in the batch, in table order.
         ids_L: the ids of all of them, which are kept in memory.
+        abandoned: takes the tickets of a lease that ends without having been released.
     """
 
-    def __init__(self, tickets: Sequence[tuple[TieredTable, Ticket]], ids_L: Tensor) -> None:
+    def __init__(
+        self,
+        tickets: Sequence[tuple[TieredTable, Ticket]],
+        ids_L: Tensor,
+        abandoned: Abandoned,
+    ) -> None:
         self._tickets: Sequence[tuple[TieredTable, Ticket]] | None = tickets
         self._ids_L = ids_L
+        self._abandoned = abandoned
 
     def is_for(self, ids_L: Tensor) -> bool:
         """Whether these are the ids, which tells batches apart while both are in memory."""
@@ -269,7 +295,8 @@ class Lease:
             table.release(ticket, dirty=dirty)
 
     def __del__(self) -> None:
-        self.release(dirty=False)
+        # Garbage is collected in any thread, which may hold a lock of the table: do not wait here.
+        self._abandoned.extend(self._tickets or ())
 
 
 class TieredOptimizer(FusedOptimizer):

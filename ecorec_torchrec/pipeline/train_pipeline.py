@@ -16,8 +16,11 @@ from torchrec.distributed.train_pipeline.types import PipelineState
 from torchrec.distributed.types import NoWait
 
 from ecorec_torchrec.dist import GroupedKJTListAwaitable
-from ecorec_torchrec.sharding import ShardedTTEmbeddingBagCollection, ShardedTTEmbeddingCollection
-from ecorec_torchrec.sharding.tiered_rows import TieredRows
+from ecorec_torchrec.sharding import (
+    ShardedTTEmbeddingBagCollection,
+    ShardedTTEmbeddingCollection,
+    tiered_rows,
+)
 
 from .step_times import EXPOSED_COMM, WAIT, StepTimes
 
@@ -74,8 +77,10 @@ class EcoRecTrainPipeline(TrainPipelineSparseDist[In, Out]):
                     self.step_times.watch(module)
         self._was_training = self._model.training
         self._other_mode = self._nothing_in_flight()
-        tiered = self._tiered_rows()
-        self._prefetch_batches = max((rows.prefetch_batches for rows in tiered), default=0)
+        self._prefetch_batches = 0
+        for rows in tiered_rows(self._model):
+            rows.forget_prefetched()  # by a pipeline that was given up
+            self._prefetch_batches = max(self._prefetch_batches, rows.prefetch_batches)
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """One step on the next batch of the model's mode, training or evaluation.
@@ -160,13 +165,10 @@ class EcoRecTrainPipeline(TrainPipelineSparseDist[In, Out]):
                 requests[name] = NoWait(ids)
                 module.prefetch_rows(ids)
 
-    def _tiered_rows(self) -> list[TieredRows]:
-        return [m.tiered_rows for m in self._model.modules() if isinstance(m, _OURS)]
-
     def reset(self) -> None:
         """Forgets the batches in flight, of both modes."""
         super().reset()
-        for rows in self._tiered_rows():
+        for rows in tiered_rows(self._model):
             rows.forget_prefetched()
         self._other_mode = self._nothing_in_flight()
 

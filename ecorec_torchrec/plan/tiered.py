@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
@@ -85,7 +86,7 @@ def tiered_table_wise(
 
     Raises:
         ValueError: (by the generator) `rank` is outside the world, or the sharder is not of an
-            embedding bag collection.
+            embedding (bag) collection.
 
     Example::
 
@@ -112,7 +113,7 @@ def tiered_row_wise(*, tiers: TierSpec) -> ParameterShardingGenerator:
         tiers: the memories under the shard of every rank; `folder` is that of the rank's host.
 
     Raises:
-        ValueError: (by the generator) the sharder is not of an embedding bag collection.
+        ValueError: (by the generator) the sharder is not of an embedding (bag) collection.
 
     Example::
 
@@ -133,10 +134,10 @@ def _tiered_generator(
         device_type: str,
         sharder: ModuleSharder[nn.Module],
     ) -> ParameterSharding:
-        if not isinstance(sharder, EmbeddingBagCollectionSharder):
+        if not isinstance(sharder, EmbeddingBagCollectionSharder | EmbeddingCollectionSharder):
             raise ValueError(
-                f"{type(sharder).__name__} cannot shard tiered tables: they are tables of an "
-                "embedding bag collection"
+                f"{type(sharder).__name__} cannot shard tiered tables: give them an embedding "
+                "(bag) collection of their own in the model"
             )
         entry = stock(world_size)(param, local_size, world_size, device_type, sharder)
         return TieredParameterSharding(**vars(entry), tiers=tiers)

@@ -15,7 +15,7 @@ from .sharders import (  # noqa: E402
     TTEmbeddingCollectionSharder,
     get_ecorec_sharders,
 )
-from .tiered_checkpoint import load_tiers, save_tiers, tier_statistics  # noqa: E402
+from .tiered_checkpoint import load_tiers, save_tiers, tier_statistics, tiered_rows  # noqa: E402
 
 __all__ = [
     "ShardedTTEmbeddingBagCollection",
@@ -26,4 +26,5 @@ __all__ = [
     "load_tiers",
     "save_tiers",
     "tier_statistics",
+    "tiered_rows",
 ]

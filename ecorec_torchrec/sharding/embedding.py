@@ -30,7 +30,12 @@ from ecorec_torchrec.dist import sharding_type_of
 from ecorec_torchrec.plan import TT_COMPUTE_KERNEL
 
 from .infos import check_fbgemm_optimizers, settle_infos
-from .shardings import TTDpSequenceEmbeddingSharding, TTTwSequenceEmbeddingSharding
+from .shardings import (
+    TieredRwSequenceEmbeddingSharding,
+    TTDpSequenceEmbeddingSharding,
+    TTSharding,
+    TTTwSequenceEmbeddingSharding,
+)
 from .tables import TablesView, resolve_tt_tables
 from .tiered_tables import resolve_tiered_tables
 from .tt_collection import ShardedTTCollection
@@ -70,7 +75,9 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
             if sharding_type_of(key) in per_type
         }
         if module.device.type != "meta":
-            dense = [f"embeddings.{n}.weight" for n in self._table_names if n not in self._tt_specs]
+            dense = [
+                f"embeddings.{n}.weight" for n in self._table_names if n not in self._own_tables
+            ]
             values = module.state_dict()
             self.load_state_dict({name: values[name] for name in dense}, strict=False)
 
@@ -110,8 +117,11 @@ class ShardedTTEmbeddingCollection(ShardedTTCollection, ShardedEmbeddingCollecti
             )
         if sharding_type == ShardingType.DATA_PARALLEL.value:
             return TTDpSequenceEmbeddingSharding(sharding_infos, env, device)
-        assert sharding_type == ShardingType.TABLE_WISE.value
-        return TTTwSequenceEmbeddingSharding(
+        by_type: dict[str, type[TTSharding]] = {
+            ShardingType.TABLE_WISE.value: TTTwSequenceEmbeddingSharding,
+            ShardingType.ROW_WISE.value: TieredRwSequenceEmbeddingSharding,
+        }
+        return by_type[sharding_type](
             sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry
         )
 

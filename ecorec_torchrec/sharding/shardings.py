@@ -10,6 +10,7 @@ from torchrec.distributed.embedding_sharding import BaseEmbeddingLookup, Embeddi
 from torchrec.distributed.embedding_types import BaseGroupedFeatureProcessor, ShardingType
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
@@ -66,6 +67,12 @@ class TTDpPooledEmbeddingSharding(TTSharding, DpPooledEmbeddingSharding):
     _lookup_type = TTDataParallelPooledEmbeddingsLookup
     # As in TorchRec: DDP divides the gradients of data-parallel tables itself.
     _lookup_options: ClassVar[Mapping[str, Any]] = {"scale_weight_gradients": False}
+
+
+class TieredRwSequenceEmbeddingSharding(TTSharding, RwSequenceEmbeddingSharding):
+    """The sequence counterpart of `TieredRwPooledEmbeddingSharding`."""
+
+    _lookup_type = TTGroupedEmbeddingsLookup
 
 
 class TTTwSequenceEmbeddingSharding(TTSharding, TwSequenceEmbeddingSharding):

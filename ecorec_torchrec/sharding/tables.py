@@ -18,7 +18,13 @@ from torchrec.distributed.types import ParameterSharding, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from ecorec_torchrec.modules import check_spec, table_configs, tables_name
-from ecorec_torchrec.plan import TT_COMPUTE_KERNEL, TT_SHARDING_TYPES, WHY_TT_IS_NOT_CUT, is_tt
+from ecorec_torchrec.plan import (
+    TT_COMPUTE_KERNEL,
+    TT_SHARDING_TYPES,
+    WHY_TT_IS_NOT_CUT,
+    is_tt,
+    tiers_of,
+)
 from ecorec_torchrec.plan.tables import core_specs
 from ecorec_torchrec.tt import TTSpec
 
@@ -47,6 +53,8 @@ def resolve_tt_tables(
         entry = plan[config.name]
         if is_tt(entry):
             specs[config.name] = _spec(config, entry, held.get(config.name))
+        elif tiers_of(entry) is not None:
+            continue  # see `resolve_tiered_tables`
         elif config.name in held or getattr(entry, "tt", None) is not None:
             raise ValueError(
                 f"table {config.name!r} is a TT table, but its plan entry has the compute kernel "

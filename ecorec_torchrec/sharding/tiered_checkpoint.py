@@ -36,7 +36,7 @@ def save_tiers(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id="checkpoint")
     """
     folder = Path(folder)
-    collections = list(_tiered(model))
+    collections = list(tiered_rows(model))
     if not collections:
         return
     if _is_first_rank():
@@ -65,7 +65,7 @@ def load_tiers(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         ValueError: there are no rows, some are missing or damaged, or they are of other tables.
     """
     folder = Path(folder)
-    collections = list(_tiered(model))
+    collections = list(tiered_rows(model))
     if not collections:
         return
     save_id, saved = _read_manifest(folder)
@@ -82,10 +82,13 @@ def tier_statistics(model: nn.Module) -> dict[str, dict[str, int | float]]:
     Returns:
         table -> what `ecorec_torchrec.tiers.counters.Counters` has.
     """
-    return {table: counts for rows in _tiered(model) for table, counts in rows.statistics().items()}
+    return {
+        table: counts for rows in tiered_rows(model) for table, counts in rows.statistics().items()
+    }
 
 
-def _tiered(model: nn.Module) -> Iterator[TieredRows]:
+def tiered_rows(model: nn.Module) -> Iterator[TieredRows]:
+    """Those of every collection that has tiered tables, in the order of the model."""
     for module in model.modules():
         if isinstance(module, ShardedTTCollection) and module.tiered_rows.specs:
             yield module.tiered_rows

@@ -92,12 +92,24 @@ class TieredRows:
         for kernel in self._kernels:
             kernel.forget_prefetched()
 
+    def close(self) -> None:
+        """Stops moving rows and removes the row files; the tables are of no more use."""
+        for kernel in self._kernels:
+            kernel.close()
+
     def statistics(self) -> dict[str, dict[str, int | float]]:
         """What the tiers of every table of this rank have done since they were last asked."""
         return {
             self._prefix + name: counts
             for kernel in self._kernels
             for name, counts in kernel.statistics()
+        }
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What this rank's part of every table takes in slots and in the second level."""
+        return {
+            name: (table.spec.cache_rows + table.spec.memory_rows) * table.layout.record_bytes
+            for _, name, table in self._local()
         }
 
     # Versions

@@ -9,7 +9,7 @@ from torch import nn
 from torchrec.distributed.types import ParameterSharding
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-from ecorec_torchrec.modules import table_configs, tables_name
+from ecorec_torchrec.modules import table_configs
 from ecorec_torchrec.plan import TIERED_SHARDING_TYPES, WHY_TIERED_IS_NOT_CUT, tiers_of
 from ecorec_torchrec.plan.tables import core_specs
 from ecorec_torchrec.tiers import TierSpec
@@ -34,11 +34,6 @@ def resolve_tiered_tables(
         spec = None if entry is None else tiers_of(entry)
         if entry is None or spec is None:
             continue
-        if tables_name(module) != "embedding_bags":
-            raise NotImplementedError(
-                f"tiered table {config.name!r} is a sequence table: tiered tables are those of "
-                "an EmbeddingBagCollection"
-            )
         if entry.sharding_type not in TIERED_SHARDING_TYPES:
             raise ValueError(
                 f"tiered table {config.name!r} cannot be sharded {entry.sharding_type}: "

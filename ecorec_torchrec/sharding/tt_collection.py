@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard, TypeVar
@@ -104,6 +105,12 @@ class ShardedTTCollection(ShardedEmbeddingModule):
                 "DistributedModelParallel over all ranks"
             )
         check_ranks(table_name_to_parameter_sharding, tt_specs, env.world_size)
+        if tier_specs and module.device.type != "meta":
+            warnings.warn(
+                f"tiered tables {list(tier_specs)} are held whole by their collection, whose "
+                'values are not taken over: make it on device="meta"',
+                stacklevel=2,
+            )
         self._tt_specs = tt_specs
         self._input_keys: list[str] | None = None
         # Seeds come before TorchRec's own initialisation, which draws numbers for the tables of

@@ -12,8 +12,8 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import ParameterShardingGenerator, row_wise, table_wise
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -37,8 +37,10 @@ class Case:
         prefetch_batches: how many batches ahead `EcoRecTrainPipeline` brings rows in.
         memory_rows: of the second level; 0 for none.
         owners: table -> rank, in place of those above.
+        sequence: tables of an `EmbeddingCollection`.
     """
 
+    sequence: bool = False
     row_wise: bool = False
     optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD
     pooling: PoolingType = PoolingType.SUM
@@ -49,6 +51,17 @@ class Case:
     owners: tuple[tuple[str, int], ...] = ()
 
     def model(self) -> toy.ToyModel:
+        if self.sequence:
+            configs = [
+                EmbeddingConfig(
+                    name=name,
+                    num_embeddings=rows,
+                    embedding_dim=toy.DIM,
+                    feature_names=FEATURES[name],
+                )
+                for name, rows in ROWS.items()
+            ]
+            return toy.ToyModel(None, ec=EmbeddingCollection(configs, torch.device("meta")))
         tables = [
             EmbeddingBagConfig(
                 name=name,
@@ -109,13 +122,17 @@ class Case:
 
 def tiered_tables(model: DistributedModelParallel) -> dict[str, TieredTable]:
     """This rank's."""
-    return {
-        name: table
-        for lookup in model.module.ebc._lookups
-        for kernel in lookup._emb_modules
-        if isinstance(kernel, TieredKernel)
-        for name, table in kernel.tables.items()
-    }
+    kernels = _collection(model)._kernels(TieredKernel)
+    return {name: table for kernel in kernels for name, table in kernel.tables.items()}
+
+
+def _collection(model: DistributedModelParallel) -> Any:
+    return model.module.ebc if model.module.ec is None else model.module.ec
+
+
+def _table(whole: DistributedModelParallel, name: str) -> Any:
+    collection = _collection(whole)
+    return getattr(collection, collection._tables_name)[name]
 
 
 def rows_of(table: TieredTable) -> dict[str, Tensor]:
@@ -126,7 +143,7 @@ def rows_of(table: TieredTable) -> dict[str, Tensor]:
 def copy_start(tiered: DistributedModelParallel, whole: DistributedModelParallel) -> None:
     """Gives the twin whose tables are whole the start values of the other one."""
     for name, table in tiered_tables(tiered).items():
-        weight = whole.module.ebc.embedding_bags[name].weight.data
+        weight = _table(whole, name).weight.data
         weight.view(-1, toy.DIM).copy_(rows_of(table)["weight"])
 
 
@@ -136,8 +153,9 @@ def differences(tiered: DistributedModelParallel, whole: DistributedModelParalle
     states = whole.fused_optimizer.state_dict()["state"]
     for name, table in tiered_tables(tiered).items():
         rows = rows_of(table)
-        pairs = {"weight": whole.module.ebc.embedding_bags[name].weight.detach()}
-        for value in states[f"ebc.embedding_bags.{name}.weight"].values():
+        pairs = {"weight": _table(whole, name).weight.detach()}
+        (state,) = [state for key, state in states.items() if f".{name}." in key]
+        for value in state.values():
             pairs["sum"] = value.local_shards()[0].tensor
         assert pairs.keys() == rows.keys()
         found += [

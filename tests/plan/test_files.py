@@ -19,15 +19,20 @@ from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from ecorec_torchrec import TierSpec
 from ecorec_torchrec.plan import (
     GroupedParameterSharding,
+    TieredParameterSharding,
     TTParameterSharding,
     in_dist_group,
     load_plan,
     save_plan,
+    tiered_row_wise,
+    tiered_table_wise,
     tt_data_parallel,
     tt_table_wise,
 )
+from ecorec_torchrec.sharding import TTEmbeddingBagCollectionSharder
 from ecorec_torchrec.tt import TTSpec
 
 META = torch.device("meta")
@@ -113,6 +118,65 @@ def test_file_holds_every_sharding_type(tmp_path, generator, world):
 
     assert loaded.plan["ebc"] == plan.plan["ebc"]
     assert again.read_bytes() == path.read_bytes()
+
+
+TIERS = TierSpec(500, "/nvme/rows", memory_rows=100, prefetch_batches=3, policy="lru")
+
+
+@pytest.mark.parametrize(
+    "generator", [tiered_table_wise(1, tiers=TIERS), tiered_row_wise(tiers=TIERS)]
+)
+def test_a_tiered_table_in_a_file(tmp_path, generator):
+    ebc = model(bag("users"))
+    sharder = TTEmbeddingBagCollectionSharder()
+    entries = construct_module_sharding_plan(
+        ebc["ebc"], {"users": generator}, sharder, world_size=2, local_size=2, device_type="cpu"
+    )
+    path = tmp_path / "plan.yaml"
+    save_plan(ShardingPlan({"ebc": entries}), path, world_size=2)
+    read = load_plan(path, ebc, world_size=2).plan["ebc"]["users"]
+    assert isinstance(read, TieredParameterSharding)
+    assert read == entries["users"]
+    text = path.read_text()
+    assert "kernel: tiered" in text and "prefetch_batches: 3" in text
+    assert "direct_reads" not in text, "what is the default is left out"
+
+
+@pytest.mark.parametrize(
+    ("users", "message"),
+    [
+        ("{sharding: table_wise, ranks: [0]}", "`tiers` is missing"),
+        (
+            "{sharding: data_parallel, tiers: {cache_rows: 5, folder: /f}}",
+            "a tiered table is table_wise or row_wise: replicas would",
+        ),
+        ("{sharding: row_wise, tiers: {cache_rows: 5}}", "tiers: `folder` is missing"),
+        (
+            "{sharding: row_wise, tiers: {cache_rows: 0, folder: /f}}",
+            "tiers: cache_rows=0 must be 1 or more",
+        ),
+        (
+            "{sharding: row_wise, tiers: {cache_rows: many, folder: /f}}",
+            "tiers: cache_rows must be an integer, got 'many'",
+        ),
+        ("{sharding: row_wise, tiers: {cach_rows: 5}}", "did you mean 'cache_rows'"),
+        (
+            "{sharding: row_wise, tt: {rank: 8}, tiers: {cache_rows: 5, folder: /f}}",
+            "`tt` needs `kernel: tt`, found `kernel: tiered`",
+        ),
+    ],
+)
+def test_refuses_tiers_that_do_not_fit(tmp_path, users, message):
+    """A cache without a slot crashed other software at the first lookup: it is no plan."""
+    path = ebc_file(tmp_path, users.replace("{", "{kernel: tiered, ", 1))
+    with pytest.raises(ValueError, match=message):
+        load_plan(path, model(), world_size=2)
+
+
+def test_tiers_are_of_tiered_tables(tmp_path):
+    users = "{kernel: fused, sharding: row_wise, tiers: {cache_rows: 5, folder: /f}}"
+    with pytest.raises(ValueError, match="`tiers` needs `kernel: tiered`, found `kernel: fused`"):
+        load_plan(ebc_file(tmp_path, users), model(), world_size=2)
 
 
 def test_a_dist_group_in_a_file(tmp_path):

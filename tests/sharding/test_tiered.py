@@ -75,6 +75,8 @@ def check(results: list[dict[str, Any]]) -> None:
         (1, Case(is_weighted=True, prefetch_batches=1), EcoRecTrainPipeline),
         (2, Case(prefetch_batches=2, optimizer=ADAGRAD), EcoRecTrainPipeline),
         (2, Case(row_wise=True, prefetch_batches=4), EcoRecTrainPipeline),
+        (1, Case(sequence=True, optimizer=ADAGRAD), None),
+        (2, Case(sequence=True, row_wise=True, prefetch_batches=1), EcoRecTrainPipeline),
     ],
 )
 def test_training_is_that_of_the_whole_table(

@@ -121,12 +121,12 @@ def _print_nodes_needed(options: PlanOptions) -> None:
 def _plan_of_data(options: PlanOptions) -> Planned:
     """The plan of the model that would be trained."""
     from ecorec_torchrec.train.data import load_dataset
-    from ecorec_torchrec.train.model import DENSE, TT
+    from ecorec_torchrec.train.model import main_variant
     from ecorec_torchrec.train.placement import make_topology, plan_model
 
     schema = load_dataset(options.data, options.seed).schema
     topology = make_topology(options, _device_type(options), options.nproc)
-    planned = plan_model(options, schema, TT if options.tt.tables else DENSE, topology)
+    planned = plan_model(options, schema, main_variant(options), topology)
     return planned.plan, planned.report, ()
 
 

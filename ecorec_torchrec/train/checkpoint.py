@@ -25,10 +25,14 @@ from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimize
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
+from ecorec_torchrec.lookup import TieredOptimizer
+from ecorec_torchrec.sharding import load_tiers, save_tiers
+
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial"
 _PROGRESS_FILE = "progress.pt"
 _TABLES_FILE = "tables.json"
+_TIERS_FOLDER = "tiers"
 
 
 @dataclass(kw_only=True)
@@ -112,6 +116,7 @@ class Checkpoints:
             self._remove_partial()
             partial.mkdir(parents=True)
         dist.barrier()
+        save_tiers(model, partial / _TIERS_FOLDER)
         dcp.save(_state_dict(model, optimizer), checkpoint_id=partial)
         if _is_first_rank():
             _write_progress(partial, progress)
@@ -150,6 +155,7 @@ def load_checkpoint(
     state = _state_dict(model, optimizer)
     with readable(path):
         progress = read_progress(path)
+        load_tiers(model, path / _TIERS_FOLDER)
         dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])
     if "optimizer" in state:
@@ -225,7 +231,7 @@ def _set_fbgemm_steps(optimizer: KeyedOptimizer, steps: int) -> None:
     if isinstance(optimizer, CombinedOptimizer):
         for _, member in optimizer.optimizers:
             _set_fbgemm_steps(member, steps)
-    elif isinstance(optimizer, EmbeddingFusedOptimizer):
+    elif isinstance(optimizer, EmbeddingFusedOptimizer | TieredOptimizer):
         optimizer.set_optimizer_step(steps)
 
 

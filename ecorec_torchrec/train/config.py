@@ -227,6 +227,47 @@ class TTConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class TiersConfig:
+    """Which tables are larger than memory, and the memories that hold them."""
+
+    tables: tuple[str, ...] = ()
+    """Feature names whose tables are tiered: trained exactly as dense ones, with some rows in the
+    slots of the lookup and the others in memory and in a file."""
+
+    sharding: Literal["table_wise", "row_wise"] = "table_wise"
+    """table_wise: each table on one rank, which the planner chooses. row_wise: each over all."""
+
+    cache_rows: int = 65_536
+    """Slots of each table, of each rank with row_wise: at least the distinct ids of a batch, and
+    with prefetching those of all batches in flight."""
+
+    memory_rows: int = 0
+    """Rows of each table in a second level in memory; 0 for none."""
+
+    memory_folder: str | None = None
+    """Folder on a byte-addressable device (tmpfs, DAX) for the second level; without it ordinary
+    memory."""
+
+    folder: str | None = None
+    """Folder of the row files, on fast block storage of each host; without it `tiers` in the run
+    folder."""
+
+    prefetch_batches: int = 1
+    """How many batches ahead rows are brought in; 0 brings them in when they are looked up."""
+
+    policy: Literal["lfu", "lru"] = "lfu"
+    """Which rows leave first: the least frequently (with ageing) or least recently used."""
+
+    direct_reads: bool = False
+    """Read and write the files past the page cache."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("cache_rows", 1), ("memory_rows", 0), ("prefetch_batches", 0)):
+            value = getattr(self, name)
+            _require(value >= least, f"tiers.{name}", value, f"must be >= {least}")
+
+
+@dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     """One optimizer."""
 
@@ -258,7 +299,7 @@ class OptimConfig:
     embedding: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(name="rowwise_adagrad", learning_rate=0.05)
     )
-    """Dense tables."""
+    """Dense and tiered tables."""
 
     dense: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The MLPs."""
@@ -446,6 +487,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     tt: TTConfig = field(default_factory=TTConfig)
+    tiers: TiersConfig = field(default_factory=TiersConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
@@ -462,5 +504,18 @@ class TrainConfig:
             self.name,
             "must be the name of one folder",
         )
+        both = set(self.tiers.tables) & set(self.tt.tables)
+        if both:
+            raise ValueError(f"tiers.tables and tt.tables both name {sorted(both)}")
+        if self.tiers.tables and self.checkpoint.init_from is not None:
+            raise ValueError(
+                f"checkpoint.init_from={self.checkpoint.init_from!r} cannot fill the tables of "
+                "tiers.tables: resume a run with tiered tables instead"
+            )
+        if self.compare_dense and self.tiers.tables:
+            raise ValueError(
+                "compare_dense=True would hold the tables of tiers.tables in memory whole: name "
+                "none"
+            )
         if self.compare_dense and not self.tt.tables:
             raise ValueError("compare_dense=True needs a TT table: tt.tables=() names none")

@@ -13,6 +13,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
 from torchrec.optim.keyed import CombinedOptimizer
 
+from ecorec_torchrec.sharding import tiered_rows
 from ecorec_torchrec.train.saved_tables import table_of
 
 
@@ -20,6 +21,8 @@ def embedding_bytes(
     model: DistributedModelParallel, optimizer: CombinedOptimizer
 ) -> dict[str, int]:
     """Bytes of every table over all ranks, optimizer state included; replicas count once.
+
+    Of a tiered table what is in memory counts: its slots and its second level.
 
     All ranks must call it together.
     """
@@ -35,6 +38,8 @@ def embedding_bytes(
             table = table_of(name)
             if table is not None and (table not in replicated or _rank() == 0):
                 counts[table] += _local_bytes(tensor)
+    for rows in tiered_rows(model):
+        counts.update(rows.memory_bytes())
     if not dist.is_initialized():
         return dict(counts)
     gathered: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""The DLRM that is trained, with tensor-train tables or as one of its two dense twins."""
+"""The DLRM that is trained, with TT and tiered tables or as one of its two dense twins."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from ecorec_torchrec.tt import TTSpec
 
 @dataclass(frozen=True)
 class Variant:
-    """How the tables of `tt.tables` are held.
+    """How the tables of `tt.tables` and `tiers.tables` are held.
 
     Attributes:
-        name: `tt`; `dense`, the dense twin; or `hash_equal_bytes`, the hashing twin.
+        name: `tt`; `tiered`, without TT tables; `dense`, the dense twin; or `hash_equal_bytes`,
+            the hashing twin.
         folded_rows: rows of the tables that ids are folded into (id modulo rows), by feature.
     """
 
@@ -32,12 +33,21 @@ class Variant:
     folded_rows: dict[str, int] = field(default_factory=dict)
 
     @property
-    def uses_tt(self) -> bool:
-        return self.name == "tt"
+    def is_ours(self) -> bool:
+        """Whether it is sharded and trained by this package, or by TorchRec alone."""
+        return self.name in ("tt", "tiered")
 
 
 TT = Variant("tt")
+TIERED = Variant("tiered")
 DENSE = Variant("dense")
+
+
+def main_variant(config: TrainConfig) -> Variant:
+    """The variant that a run is for; others are its twins."""
+    if config.tt.tables:
+        return TT
+    return TIERED if config.tiers.tables else DENSE
 
 
 class RankingModel(DLRMTrain):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from ecorec_torchrec.train.data import Schema
 from ecorec_torchrec.train.hardware import load_hardware
 from ecorec_torchrec.train.model import TT, RankingModel, Variant, build_model, tt_specs
 from ecorec_torchrec.train.table_list import ListedTable, collection_of, constraints_of
+from ecorec_torchrec.train.tiers import SLOTS_ONLY, place_tiers, tier_specs
 from ecorec_torchrec.tt import TTSpec
 
 _RESERVED_FRACTION = 0.15  # memory that the planner leaves to MLPs and batches
@@ -86,14 +87,17 @@ def plan_model(
         ValueError: a table or shape of the configuration does not fit the data, the plan file does
             not fit the model, or no plan fits into the memory.
     """
-    specs = tt_specs(config.tt, schema, config.model.embedding_dim) if variant.uses_tt else {}
+    specs = tt_specs(config.tt, schema, config.model.embedding_dim) if variant.is_ours else {}
+    tiers = tier_specs(config, schema) if variant.is_ours else {}
     _warn_of_ignored_profile(config)
-    if config.plan.file is not None and variant.uses_tt:
+    if config.plan.file is not None and variant.is_ours:
         model = build_model(config, schema, variant, specs)
         plan: ShardingPlan = load_plan(config.plan.file, model, topology.world_size)
         return PlannedModel(model, plan, PlanReport.of(plan, model), specs)
-    leave_choice = variant.uses_tt and config.tt.choice == "auto"
-    model = build_model(config, schema, variant, {} if leave_choice else specs)
+    leave_choice = variant.is_ours and config.tt.choice == "auto"
+    slots = {table: spec.cache_rows for table, spec in tiers.items()}
+    seen = replace(variant, folded_rows=variant.folded_rows | slots)  # by the planner
+    model = build_model(config, schema, seen, {} if leave_choice else specs)
     try:
         planner = _make_planner(config, variant, topology)
         plan = _plan_on_all_ranks(planner, model, sharders_of(config, variant))
@@ -102,7 +106,12 @@ def plan_model(
     report = getattr(planner, "report", None) or PlanReport.of(plan, model)
     if leave_choice:
         specs = {table.name: table.tt for table in report.tables if table.tt is not None}
+    if leave_choice or tiers:
         model = build_model(config, schema, variant, specs)
+    if tiers:
+        ranks = topology.world_size, topology.local_world_size
+        plan = place_tiers(plan, model, tiers, config.tiers.sharding, *ranks)
+        report = PlanReport.of(plan, model)
     return PlannedModel(model, plan, report, specs)
 
 
@@ -193,8 +202,8 @@ def shard_model(
 
 
 def sharders_of(config: TrainConfig, variant: Variant) -> list[ModuleSharder[nn.Module]]:
-    """Stock TorchRec sharders for the twins, EcoRec's for the TT model."""
-    if not variant.uses_tt:
+    """Stock TorchRec sharders for the twins, EcoRec's for the TT and tiered models."""
+    if not variant.is_ours:
         return get_default_sharders()
     count = config.plan.num_dist_groups
     return get_ecorec_sharders(
@@ -213,9 +222,9 @@ def _make_planner(
         "storage_reservation": FixedPercentageStorageReservation(_RESERVED_FRACTION),
         "debug": False,
     }
-    if not variant.uses_tt:
+    if not variant.is_ours:
         return EmbeddingShardingPlanner(**arguments)
-    constraints = {}
+    constraints = dict.fromkeys(config.tiers.tables, SLOTS_ONLY)
     if config.tt.choice == "auto":
         if config.tt.shapes:
             warnings.warn(
@@ -224,7 +233,7 @@ def _make_planner(
                 stacklevel=2,
             )
         allowed = EcoRecConstraints(tt="auto", tt_ranks=(config.tt.rank,))
-        constraints = dict.fromkeys(config.tt.tables, allowed)
+        constraints |= dict.fromkeys(config.tt.tables, allowed)
     return EcoRecPlanner(
         **arguments,
         constraints=constraints,
@@ -236,8 +245,8 @@ def _make_planner(
 def _warn_of_ignored_profile(config: TrainConfig) -> None:
     if config.plan.profile is None:
         return
-    if not config.tt.tables:
-        reason = "without tt.tables, TorchRec's own planner makes the plan"
+    if not config.tt.tables and not config.tiers.tables:
+        reason = "without tt.tables and tiers.tables, TorchRec's own planner makes the plan"
     elif config.plan.file is not None:
         reason = "plan.file is a finished plan"
     else:

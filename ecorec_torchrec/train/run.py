@@ -20,7 +20,7 @@ from ecorec_torchrec.train.data import Dataset, load_dataset
 from ecorec_torchrec.train.elastic import is_restart, record_job
 from ecorec_torchrec.train.initial_weights import check_match, match_weights
 from ecorec_torchrec.train.metrics import Quality
-from ecorec_torchrec.train.model import DENSE, TT, Variant
+from ecorec_torchrec.train.model import DENSE, Variant, main_variant
 from ecorec_torchrec.train.placement import PlannedModel, plan_variant
 from ecorec_torchrec.train.plots import plot_comparison, plot_metrics
 from ecorec_torchrec.train.report import human_bytes, print_figures
@@ -56,7 +56,7 @@ def run(config: TrainConfig, device: torch.device) -> dict[str, Any]:
     dataset = load_dataset(config.data, config.seed)
     if config.plan.file is not None and not Path(config.plan.file).is_file():
         raise ValueError(f"plan.file={config.plan.file!r} does not exist")
-    variant = TT if config.tt.tables else DENSE
+    variant = main_variant(config)
     planned = plan_variant(config, dataset.schema, variant, device)
     if config.checkpoint.init_from is not None:
         state = open_state(Path(config.checkpoint.init_from))
@@ -93,7 +93,7 @@ def run(config: TrainConfig, device: torch.device) -> dict[str, Any]:
 def _check_same_run(folder: Path, now: TrainConfig) -> None:
     """Refuses to go on with other data, tables, optimizers or batches than the run had."""
     before = load_config(str(folder / "config.yaml"), TrainConfig)
-    options = ["seed", "data", "model", "tt"]
+    options = ["seed", "data", "model", "tt", "tiers.tables"]
     options += [f"optim.{part}.name" for part in ("tt", "embedding", "dense")]
     newest = Checkpoints(folder / "checkpoints", keep=1).newest()
     if newest is not None and read_progress(newest).batches:

@@ -13,6 +13,9 @@ METRIC_COLUMNS = (
     "step", "epoch", "split", "loss", "auc", "ne", "samples_per_second",
     # Of a step, on the mean rank; see `StepTimes`.
     "step_ms", "lookup_ms", "exposed_comm_ms", "dense_ms", "wait_ms",
+    # Of tiered tables, see `tier_figures`.
+    "tier_hit_rate", "tier_wait_ms", "tier_memory_bytes", "tier_file_read_bytes",
+    "tier_file_written_bytes",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from ecorec_torchrec.pipeline import EcoRecTrainPipeline, StepTimes
 from ecorec_torchrec.plan import save_plan
+from ecorec_torchrec.sharding import tiered_rows
 from ecorec_torchrec.train.checkpoint import Checkpoints, Progress
 from ecorec_torchrec.train.config import TrainConfig
 from ecorec_torchrec.train.data import Dataset, RankBatch, Split, fold_ids
@@ -29,6 +30,7 @@ from ecorec_torchrec.train.model import Variant
 from ecorec_torchrec.train.optimizers import build_optimizer, warm_up
 from ecorec_torchrec.train.placement import PlannedModel, plan_variant, shard_model
 from ecorec_torchrec.train.run_folder import MetricsWriter
+from ecorec_torchrec.train.tiers import tier_figures
 
 _CHANCE_MARGIN = 0.005
 
@@ -110,7 +112,7 @@ class Trainer:
 
     def _make_pipeline(self) -> tuple[TrainPipelineSparseDist, StepTimes | None]:
         """The twins have TorchRec's own, which tells no times."""
-        if not self._variant.uses_tt:
+        if not self._variant.is_ours:
             return TrainPipelineSparseDist(self.model, self.optimizer, self._device), None
         pipeline: EcoRecTrainPipeline = EcoRecTrainPipeline(
             self.model,
@@ -141,7 +143,7 @@ class Trainer:
         if self._metrics is not None:
             self._metrics.close()
         speeds = [r["samples_per_second"] for r in progress.history if "samples_per_second" in r]
-        return TrainResult(
+        result = TrainResult(
             variant=self._variant.name,
             test=Quality(**progress.best["test"]),
             best_epoch=progress.best["epoch"],
@@ -150,6 +152,9 @@ class Trainer:
             table_bytes=embedding_bytes(self.model, self.optimizer),
             history=progress.history,
         )
+        for rows in tiered_rows(self.model):
+            rows.close()
+        return result
 
     def _start_from_weights(self) -> None:
         options = self._config.checkpoint
@@ -276,6 +281,7 @@ class Trainer:
             values["samples_per_second"] = samples_per_second
         if self._step_times is not None:
             values |= _mean_over_ranks(self._step_times.take(), self._device)
+        values |= tier_figures(self.model, window.steps, self._device)
         self._record("train", **values)
 
     def _last_speed(self) -> float:

@@ -50,6 +50,7 @@ class GpuLookupOptions:
         if self.quick:
             options.tables, options.lookups, options.id_orders = ((400, 8, 4),), (40,), ("hashed",)
             options.repeats, options.threads = 1, (1,)
+            options.max_seconds = 600.0  # the interpreter is slow
         return options
 
 

@@ -54,7 +54,6 @@ class RowCache:
         self._kept_ids, self._counters = kept_ids, counters
         # The garbage collector may let go of a batch in the midst of anything: reentrant.
         self._pins_lock = threading.RLock()
-        self._last_seen = np.empty(len(directory), np.int64)
         self._leaving: Rows | None = None
 
     @property
@@ -75,10 +74,10 @@ class RowCache:
             None, and nothing is changed, if there are too few slots that are not pinned.
         """
         directory = self._directory
-        slots_L = directory.map.find(ids_L)
-        hit_U = self._distinct(slots_L[slots_L >= 0])
-        missing = np.flatnonzero(slots_L < 0)
-        missing_U, inverse = np.unique(ids_L[missing], return_inverse=True)
+        ids_U, inverse_L = np.unique(ids_L, return_inverse=True)
+        slots_U = directory.map.find(ids_U)
+        absent = slots_U < 0
+        hit_U, missing_U = slots_U[~absent], ids_U[absent]
         with self._pins_lock:
             directory.pins[hit_U] += 1
             filled = directory.victims(len(missing_U))
@@ -87,14 +86,13 @@ class RowCache:
                 return None
             directory.pins[filled] += 1
         self._exchange(filled, missing_U)
-        slots_L[missing] = filled[inverse]
-        slots_U = np.concatenate([hit_U, filled])
+        slots_U[absent] = filled
         directory.scores[slots_U] = directory.used(directory.scores[slots_U], batch)
         self._keep(missing_U, filled)
         self._counters.batches += 1
         self._counters.rows += len(slots_U)
         self._counters.slot_hits += len(hit_U)
-        return PinnedBatch(slots_L, slots_U)
+        return PinnedBatch(slots_U[inverse_L], slots_U)
 
     def settle(self) -> None:
         """Puts the rows that left for the last batch one level down: training need not wait."""
@@ -171,9 +169,3 @@ class RowCache:
             at = np.searchsorted(self._kept_ids, ids).clip(max=len(self._kept_ids) - 1)
             with self._pins_lock:
                 self._directory.pins[slots[self._kept_ids[at] == ids]] += 1
-
-    def _distinct(self, slots: np.ndarray) -> np.ndarray:
-        """Each slot once: of equal ones the last to write its place in is kept. No sorting."""
-        place = np.arange(len(slots))
-        self._last_seen[slots] = place
-        return slots[self._last_seen[slots] == place]

@@ -13,7 +13,7 @@ from typing import Literal
 
 import yaml
 
-from ecorec_torchrec.bench.cost_fit import fit_costs_ns, median_error
+from ecorec_torchrec.bench.cost_fit import fit_costs, median_error
 from ecorec_torchrec.bench.measure import git_sha
 from ecorec_torchrec.train.hardware import HostHardware, load_hardware
 from ecorec_torchrec.train.launch import launch_ranks
@@ -50,11 +50,15 @@ class MachineBenchOptions:
     repeats: int = 7
     """Times that each size is measured; the median counts."""
 
+    rounds: int = 2
+    """Times that all of it is done; the faster one counts, so that a slow moment of the machine
+    does not fall on one operation."""
+
     folder: str = "."
     """Where a file is written and read to measure block storage."""
 
     def __post_init__(self) -> None:
-        for name in ("nproc", "repeats"):
+        for name in ("nproc", "repeats", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: at least 1")
         if not 0 < self.scale <= 1:
@@ -76,9 +80,10 @@ def measure_machine(options: MachineBenchOptions) -> tuple[HostHardware, dict[st
     from ecorec_torchrec.bench.machine_rank import measure_on_rank
 
     samples = launch_ranks(measure_on_rank, options, nproc=options.nproc)[0]
-    costs_ns = {operation: fit_costs_ns(found) for operation, found in samples.items()}
-    errors = {name: median_error(found, costs_ns[name]) for name, found in samples.items()}
-    return _hardware(options, _rounded(costs_ns)), errors
+    costs_ns = {name: _rounded(costs) for name, costs in samples.costs_ns().items()}
+    errors = {name: median_error(found, fit_costs(found)) for name, found in samples.ms.items()}
+    step_bytes = _rounded(fit_costs(samples.step_bytes)) if samples.step_bytes else {}
+    return _hardware(options, costs_ns, step_bytes), errors
 
 
 def still_valid(options: MachineBenchOptions) -> str | None:
@@ -104,7 +109,11 @@ def write_hardware(hardware: HostHardware, path: Path) -> None:
     path.write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 
-def _hardware(options: MachineBenchOptions, costs_ns: dict[str, dict[str, float]]) -> HostHardware:
+def _hardware(
+    options: MachineBenchOptions,
+    costs_ns: dict[str, dict[str, float]],
+    step_bytes: dict[str, float],
+) -> HostHardware:
     import torch
 
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
@@ -125,14 +134,12 @@ def _hardware(options: MachineBenchOptions, costs_ns: dict[str, dict[str, float]
         inter_host_gb_per_s=_round(1 / link if link else copy_gb_per_s) if on_gpu else None,
         machine=describe_machine(options.nproc),
         costs_ns=costs_ns,
+        step_bytes=step_bytes,
     )
 
 
-def _rounded(costs_ns: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    return {
-        operation: {unit: _round(cost) for unit, cost in costs.items()}
-        for operation, costs in costs_ns.items()
-    }
+def _rounded(costs: dict[str, float]) -> dict[str, float]:
+    return {unit: _round(cost) for unit, cost in costs.items()}
 
 
 def _round(value: float) -> float:

@@ -20,13 +20,18 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor
+from torchrec.distributed.types import ShardingType
 from torchrec.optim import RowWiseAdagrad
 
-from ecorec_torchrec.bench.cost_fit import Sample
+from ecorec_torchrec.bench.cost_fit import Sample, fit_costs
 from ecorec_torchrec.bench.machine import MachineBenchOptions
 from ecorec_torchrec.bench.measure import clock, zipf_ids
+from ecorec_torchrec.bench.plan_steps import measure_step, planner_of, sharders, warm_up
+from ecorec_torchrec.bench.plan_workload import Workload, WorkloadTable
 from ecorec_torchrec.kernels.tt_index import TableBatch
 from ecorec_torchrec.kernels.tt_lookup import batched_tt_embedding_bag
+from ecorec_torchrec.planner import Calibration, DenseWork, EcoRecConstraints
+from ecorec_torchrec.planner.step_model import step_work
 from ecorec_torchrec.planner.tt_work import lookup_flops
 from ecorec_torchrec.train.launch import process_group
 from ecorec_torchrec.tt import TTSpec
@@ -34,29 +39,48 @@ from ecorec_torchrec.tt import TTSpec
 _MIB = 1 << 20
 _FLOAT_BYTES = 4
 _WARMUP_RUNS = 2
+_NO_LIMIT = 1 << 40
+_NS_PER_MS = 1e6
 
 Samples = dict[str, list[Sample]]
 
 
-def measure_on_rank(options: MachineBenchOptions) -> Samples:
-    """All operations, timed by the slowest rank; equal on all ranks."""
+@dataclass(frozen=True)
+class MachineSamples:
+    """What was measured.
+
+    Args:
+        ms: operation -> timed runs.
+        step_bytes: memory of steps; empty where they were not measured.
+    """
+
+    ms: Samples
+    step_bytes: list[Sample]
+
+    def costs_ns(self) -> dict[str, dict[str, float]]:
+        """Operation -> unit of work -> nanoseconds."""
+        return {
+            operation: {unit: cost * _NS_PER_MS for unit, cost in fit_costs(samples).items()}
+            for operation, samples in self.ms.items()
+        }
+
+
+def measure_on_rank(options: MachineBenchOptions) -> MachineSamples:
+    """All operations, by the slowest rank; equal on all ranks."""
     with process_group(options.device) as device:
         bench = _MachineBench(device, options)
-        samples = {
-            "copy": bench.copies(device),
-            "gemm": [bench.large_product()],
-            "narrow_gemm": bench.rank_sized_products(),
-            "gather": bench.gathers(),
-            **bench.files(Path(options.folder)),
-            **bench.dense_lookups(),
-            **bench.tt_lookups(),
-        }
+        rounds = [bench.operations() for _ in range(options.rounds)]
+        ms = {name: _least([found[name] for found in rounds]) for name in rounds[0]}
         if device.type == "cuda":
-            samples["host_copy"] = bench.copies(torch.device("cpu"))
-            samples["to_device"] = bench.copies(device, source=torch.device("cpu"))
-        if dist.get_world_size() > 1:
-            samples |= bench.collectives()
-        return samples
+            return MachineSamples(ms, [])
+        ms["step"], step_bytes = bench.steps(Calibration(MachineSamples(ms, []).costs_ns()))
+        return MachineSamples(ms, step_bytes)
+
+
+def _least(rounds: list[list[Sample]]) -> list[Sample]:
+    """Of every sample the round that took least."""
+    runs = zip(*rounds, strict=True)
+    return [min(samples, key=lambda sample: sample.total) for samples in runs]
 
 
 @dataclass(frozen=True)
@@ -106,11 +130,45 @@ _TT_CASES = (
     LookupCase(32, 2_000, 64, 64, 1, 16),
 )
 
+_STEP_CASES = (
+    LookupCase(4, 1_000, 16, 64, 1),
+    LookupCase(32, 1_000, 16, 64, 1),
+    LookupCase(8, 10_000, 64, 2048, 1),
+    LookupCase(32, 10_000, 32, 1024, 1),
+    LookupCase(8, 10_000, 32, 512, 20),
+    LookupCase(16, 10_000, 128, 512, 2),
+    LookupCase(24, 10_000, 64, 2048, 2),
+    LookupCase(16, 10_000, 128, 1024, 1),
+    LookupCase(4, 1_000, 16, 64, 1, rank=4),
+    LookupCase(16, 10_000, 64, 512, 2, rank=16),
+    LookupCase(32, 10_000, 32, 256, 1, rank=8),
+    LookupCase(16, 100_000, 64, 1024, 2, rank=32),
+)
+
 
 class _MachineBench:
     def __init__(self, device: torch.device, options: MachineBenchOptions) -> None:
         self._device = device
         self._options = options
+
+    def operations(self) -> Samples:
+        """All but whole steps."""
+        cpu = torch.device("cpu")
+        samples = {
+            "copy": self.copies(self._device),
+            "gemm": [self.large_product()],
+            "narrow_gemm": self.rank_sized_products(),
+            "gather": self.gathers(),
+            **self.files(Path(self._options.folder)),
+            **self.dense_lookups(),
+            **self.tt_lookups(),
+        }
+        if dist.get_world_size() > 1:
+            samples |= self.collectives()
+        if self._device.type == "cuda":
+            samples["host_copy"] = self.copies(cpu)
+            samples["to_device"] = self.copies(self._device, source=cpu)
+        return samples
 
     def copies(self, device: torch.device, source: torch.device | None = None) -> list[Sample]:
         return [self._copy(self._sized(mib * _MIB), device, source or device) for mib in (16, 64)]
@@ -240,6 +298,49 @@ class _MachineBench:
         works = _tt_work(spec, ids_TL, bag_bytes)
         forward, backward = (Sample(work, ms) for work, ms in zip(works, times, strict=True))
         return forward, backward
+
+    def steps(self, calibration: Calibration) -> tuple[list[Sample], list[Sample]]:
+        """Time and memory of whole steps of small models; the other costs explain a part."""
+        warm_up()
+        rounds = [
+            [self._step(case, calibration) for case in _STEP_CASES]
+            for _ in range(self._options.rounds)
+        ]
+        ms, num_bytes = (
+            _least([[pair[kind] for pair in pairs] for pairs in rounds]) for kind in (0, 1)
+        )
+        # Less than that is lost among the pages that the process has anyway.
+        return ms, [sample for sample in num_bytes if sample.total >= _MIB]
+
+    def _step(self, case: LookupCase, calibration: Calibration) -> tuple[Sample, Sample]:
+        table = WorkloadTable(
+            self._sized(case.num_embeddings), float(case.bag_length), case.exponent
+        )
+        workload = Workload(
+            [table] * case.num_tables, case.embedding_dim, self._sized(case.num_bags)
+        )
+        table_wise = [ShardingType.TABLE_WISE.value]
+        allowed = EcoRecConstraints(sharding_types=table_wise)
+        if case.rank:
+            allowed = EcoRecConstraints(
+                sharding_types=table_wise, tt="always", tt_ranks=(case.rank,)
+            )
+        constraints = dict.fromkeys(workload.names(), allowed)
+        planner = planner_of(workload, constraints, _NO_LIMIT, calibration)
+        plan = planner.plan(workload.model(), sharders())
+        known = planner.predict_step(DenseWork.of(workload.model()))
+        measured = measure_step(workload, plan, steps=self._options.repeats)
+        work = step_work(
+            features=case.num_tables,
+            samples=workload.local_batch_size,
+            lookups=case.num_tables * workload.local_batch_size * case.bag_length,
+            bag_bytes=workload.bag_bytes(),
+            tt_groups=1 if case.rank else 0,
+        )
+        return (
+            Sample(work, measured.step_ms, known.step_ms),
+            Sample(work, measured.peak_bytes, max(known.bytes_W)),
+        )
 
     def _batch(self, case: LookupCase) -> tuple[Tensor, Tensor]:
         """Ids `(T, L)`, offsets of bags of one length."""

@@ -9,6 +9,7 @@ _BENCHMARKS = {
     "compile": ("ecorec_torchrec.cli.bench_compile", "the Triton kernels, compiled for four GPUs"),
     "machine": ("ecorec_torchrec.cli.bench_machine", "what operations cost here, for the planner"),
     "lookup": ("ecorec_torchrec.cli.bench_lookup", "speed and memory beside the papers' patterns"),
+    "plan": ("ecorec_torchrec.cli.bench_plan", "predicted against measured steps, plans by regret"),
     "pipeline": ("ecorec_torchrec.cli.bench_pipeline", "what overlap is worth, over slow links"),
     "tiers": ("ecorec_torchrec.cli.bench_tiers", "training through a cache beside all in memory"),
     "tt-hot": ("ecorec_torchrec.cli.bench_tt_hot", "TT tables whose hottest rows are dense"),

@@ -11,11 +11,13 @@ from .planner import EcoRecPlanner
 from .profile import DistinctCurve, HotRows, Profile, ReuseCurve, TableProfile
 from .profile_file import load_profile, save_profile
 from .report import PlanReport, RankReport, TableReport
+from .step_model import DenseWork, StepPrediction
 from .tiers import TierSpeeds, TierTraffic, predicted_tiered_step
 
 __all__ = [
     "Baseline",
     "Calibration",
+    "DenseWork",
     "DistinctCurve",
     "EcoRecConstraints",
     "EcoRecEnumerator",
@@ -28,6 +30,7 @@ __all__ = [
     "Profile",
     "RankReport",
     "ReuseCurve",
+    "StepPrediction",
     "TableProfile",
     "TableReport",
     "TierSpeeds",

@@ -35,6 +35,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
         "bag_bytes",
     ),
     "tt_backward": ("calls", "lookups", "unique_rows", "flops", "parameters", "bag_bytes"),
+    "step": ("calls", "features", "bags", "lookups", "bag_bytes", "tt_groups"),
 }  # fmt: skip
 """Operation -> units of work that its time is made of.
 
@@ -48,6 +49,9 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
   they read, `bag_bytes` of pooled rows, `unique_rows` and `unique_bytes` updated.
 - tt_*: one call of a table-batched TT lookup (see kernels/tt_lookup): U unique rows, P prefixes,
   the operations of both products, `row_bytes` of the looked-up rows, `parameters` of the cores.
+- step: what a training step takes beside lookups, collectives of pooled rows and matrix products:
+  input distribution, permutations, autograd, optimizers of the dense part, Python. `bags`,
+  `lookups` and `bag_bytes` are those of a rank's own samples, `tt_groups` the TT kernels of a rank.
 """
 
 
@@ -58,6 +62,8 @@ class Calibration:
     Args:
         costs_ns: operation -> unit of work -> nanoseconds, of `OPERATIONS`; an operation that is
             not in it has not been measured. A unit that is missing costs nothing.
+        step_bytes: unit of work of `step` -> bytes that a rank needs for it at the height of a
+            step, beside weights, optimizer state and what the storage estimates charge to tables.
         machine: what was measured: names and versions; empty for values of a data sheet.
         assumptions: what the costs follow from where nothing was measured.
 
@@ -71,6 +77,7 @@ class Calibration:
     """
 
     costs_ns: Mapping[str, Mapping[str, float]]
+    step_bytes: Mapping[str, float] = field(default_factory=dict)
     machine: Mapping[str, str] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
 
@@ -84,6 +91,13 @@ class Calibration:
                     raise ValueError(f"costs_ns.{operation}: {unit!r} is none of {known}")
                 if not 0 <= cost < math.inf:
                     raise ValueError(f"costs_ns.{operation}.{unit}={cost} must be >= 0")
+        if unknown := set(self.step_bytes) - set(OPERATIONS["step"]):
+            known = ", ".join(OPERATIONS["step"])
+            raise ValueError(f"step_bytes: {', '.join(sorted(unknown))} is none of {known}")
+
+    def step_memory_bytes(self, **work: float) -> int:
+        """What a step of so much work needs beside its tables."""
+        return int(sum(self.step_bytes.get(unit, 0.0) * count for unit, count in work.items()))
 
     def __contains__(self, operation: str) -> bool:
         return operation in self.costs_ns

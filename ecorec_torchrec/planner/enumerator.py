@@ -37,6 +37,7 @@ from ecorec_torchrec.plan import (
 from ecorec_torchrec.plan.tables import core_specs, module_dtypes, module_specs
 from ecorec_torchrec.tt import TTSpec
 
+from .calibration import Calibration
 from .constraints import EcoRecConstraints
 from .estimators import EcoRecPerfEstimator, EcoRecStorageEstimator
 from .options import Candidate, TTShardingOption, tt_of
@@ -119,6 +120,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             the planner tries when it looks for a cure.
         profile: of the data, for the time estimates.
         tier_speeds: of a rank, for those of tiered tables.
+        calibration: of the machine, for the time estimates.
     """
 
     _estimators: list[ShardEstimator]
@@ -134,6 +136,7 @@ class EcoRecEnumerator(EmbeddingEnumerator):
         max_rank: int | None = None,
         profile: Profile | None = None,
         tier_speeds: TierSpeeds | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         super().__init__(
             topology,
@@ -141,7 +144,12 @@ class EcoRecEnumerator(EmbeddingEnumerator):
             constraints,
             estimator
             or [
-                EcoRecPerfEstimator(topology=topology, constraints=constraints, profile=profile),
+                EcoRecPerfEstimator(
+                    topology=topology,
+                    constraints=constraints,
+                    profile=profile,
+                    calibration=calibration,
+                ),
                 EcoRecStorageEstimator(topology=topology, constraints=constraints),
             ],
             use_exact_enumerate_order,

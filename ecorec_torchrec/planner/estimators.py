@@ -16,31 +16,34 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.shard_estimators import (
     EmbeddingPerfEstimator,
     EmbeddingStorageEstimator,
-    get_num_poolings,
 )
 from torchrec.distributed.planner.types import (
-    ParameterConstraints,
     Perf,
     Shard,
     SharderDataMap,
     ShardingOption,
     Storage,
-    Topology,
 )
 from torchrec.distributed.types import ShardingType
 
 from ecorec_torchrec.lookup import OptimizerSpec
 
+from .calibration import Calibration
+from .costs import MeasuredCosts
+from .lookups import lookups_per_rank
 from .options import TTShardingOption
 from .profile import Profile
-from .tt_work import TTWork
+from .tt_work import TTWork, cpu_workspace_bytes
 
-# Operations that a device does while its main memory moves one byte: single precision peak over
-# bandwidth of V100 17, A100 13, H200 14, servers with DDR4 about 10 to 20. TorchRec's Topology
-# knows the bandwidth only.
+# Operations that a device does while its main memory moves one byte, where neither a data sheet nor
+# a measurement tells: single precision peak over bandwidth of V100 17, A100 13, H200 14, servers
+# with DDR4 about 10 to 20. TorchRec's Topology knows the bandwidth only.
 FLOPS_PER_BYTE = 14.0
 
 _STATE_BYTES = 4
+# Of the cores on CPUs, for a moment of backward: gradients before they are added to those of the
+# leaves, and what the optimizer's step makes on its way, of Adam two.
+_PASSING_COPIES = 3
 _FUSED_KERNELS = (
     EmbeddingComputeKernel.FUSED.value,
     EmbeddingComputeKernel.FUSED_UVM.value,
@@ -51,17 +54,28 @@ _FUSED_KERNELS = (
 class EcoRecPerfEstimator(EmbeddingPerfEstimator):
     """TorchRec's `EmbeddingPerfEstimator`, and the time of TT lookups.
 
-    Collectives of a TT table are TorchRec's: those of a dense table with the same outputs, or, data
-    parallel, with as many bytes to reduce as the cores have. Compute is the larger of memory time
-    and arithmetic time of `TTWork` over the topology's bandwidth and `FLOPS_PER_BYTE`.
+    With measured costs of lookups everything is predicted from them (`MeasuredCosts`), but for
+    kernels that spill over to host memory. Without them dense tables are TorchRec's formulas.
+    Collectives of a TT table are then those of a dense table with the same outputs, or, data
+    parallel, with as many bytes to reduce as the cores have; its compute is the larger of memory
+    time and arithmetic time of `TTWork`, over the topology's bandwidth and the calibration's rate
+    of products (a data sheet's), or `FLOPS_PER_BYTE`.
 
     Args:
         profile: of the data; ids of tables that it lacks count as drawn uniformly.
+        calibration: of the machine.
     """
 
-    def __init__(self, *args: Any, profile: Profile | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        profile: Profile | None = None,
+        calibration: Calibration | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._profiles = {} if profile is None else profile.tables
+        self._calibration = calibration
 
     def estimate(
         self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap
@@ -69,6 +83,9 @@ class EcoRecPerfEstimator(EmbeddingPerfEstimator):
         stand_ins = [_with_distinct_shards(option) for option in sharding_options]
         super().estimate(stand_ins, sharder_data_map)
         for option, stand_in in zip(sharding_options, stand_ins, strict=True):
+            if MeasuredCosts.knows(self._calibration, option):
+                self._measured(option)
+                continue
             option.is_weighted = stand_in.is_weighted
             if isinstance(option, TTShardingOption):
                 perf = self._tt_perf(option, stand_in.shards[0].perf)
@@ -78,16 +95,34 @@ class EcoRecPerfEstimator(EmbeddingPerfEstimator):
             for shard in option.shards:
                 shard.perf = copy.copy(perfs[tuple(shard.size)])
 
+    def _measured(self, option: ShardingOption) -> None:
+        assert self._calibration is not None
+        costs = MeasuredCosts(self._calibration, self._topology, self._constraints, self._profiles)
+        perfs = {
+            size: costs.perf(option, size)
+            for size in dict.fromkeys(tuple(shard.size) for shard in option.shards)
+        }
+        for shard in option.shards:
+            shard.perf = copy.copy(perfs[tuple(shard.size)])
+
     def _tt_perf(self, option: TTShardingOption, stand_in: Perf) -> Perf:
         lookups = lookups_per_rank(option, self._constraints, self._topology)
         work = TTWork.of(option.tt, lookups, self._profiles.get(option.name))
         return Perf(
-            fwd_compute=_time_ms(work.forward_flops, work.forward_bytes, self._topology),
+            fwd_compute=self._time_ms(work.forward_flops, work.forward_bytes),
             fwd_comms=stand_in.fwd_comms,
-            bwd_compute=_time_ms(work.backward_flops, work.backward_bytes, self._topology),
+            bwd_compute=self._time_ms(work.backward_flops, work.backward_bytes),
             bwd_comms=stand_in.bwd_comms,
             input_dist_comms=stand_in.input_dist_comms,
         )
+
+    def _time_ms(self, flops: float, num_bytes: float) -> float:
+        on_host = self._topology.compute_device == "cpu"
+        bandwidth = self._topology.ddr_mem_bw if on_host else self._topology.hbm_mem_bw
+        flops_ms = flops / FLOPS_PER_BYTE / bandwidth
+        if self._calibration is not None and "gemm" in self._calibration:
+            flops_ms = self._calibration.time_ms("gemm", flops=flops)
+        return max(num_bytes / bandwidth, flops_ms)
 
 
 class EcoRecStorageEstimator(EmbeddingStorageEstimator):
@@ -118,10 +153,18 @@ class EcoRecStorageEstimator(EmbeddingStorageEstimator):
     ) -> None:
         stand_in = option.dense_stand_in()
         super().estimate([stand_in], sharder_data_map)
-        work = TTWork.of(option.tt, lookups_per_rank(option, self._constraints, self._topology))
-        workspace = min(work.workspace_bytes, fused_params.get("workspace_bytes") or math.inf)
+        lookups = lookups_per_rank(option, self._constraints, self._topology)
+        work = TTWork.of(option.tt, lookups)
+        workspace = float(work.workspace_bytes)
+        if self._topology.compute_device == "cpu":
+            workspace = cpu_workspace_bytes(option.tt, lookups)
+        workspace = min(workspace, fused_params.get("workspace_bytes") or math.inf)
         cores = option.tt.nbytes(option.dtype)
-        held = cores if self._is_inference else 2 * cores + _tt_state_bytes(option, fused_params)
+        held = cores
+        if not self._is_inference:
+            held += cores + _tt_state_bytes(option, fused_params)
+            if self._topology.compute_device == "cpu":
+                held += _PASSING_COPIES * option.tt.nbytes(torch.float32)
         missing = held + int(workspace) + work.index_plan_bytes - _weight_bytes(stand_in.tensor)
         for shard in option.shards:
             shard.storage = stand_in.shards[0].storage + self._in_main_memory(missing)
@@ -163,27 +206,6 @@ def _with_distinct_shards(option: ShardingOption) -> ShardingOption:
         Shard(list(size), [0, 0]) for size in dict.fromkeys(tuple(s.size) for s in option.shards)
     ]
     return distinct
-
-
-def lookups_per_rank(
-    option: ShardingOption,
-    constraints: Mapping[str, ParameterConstraints] | None,
-    topology: Topology,
-) -> float:
-    """Ids that a rank looks up per step: of the global batch, or of its own if data-parallel."""
-    constraint = (constraints or {}).get(option.name)
-    batch_sizes = (constraint.batch_sizes if constraint else None) or (
-        [option.batch_size] * option.num_inputs
-    )
-    poolings = get_num_poolings(constraints, option)
-    local = sum(
-        length * count * batch_size
-        for length, count, batch_size in zip(
-            option.input_lengths, poolings, batch_sizes, strict=True
-        )
-    )
-    data_parallel = option.sharding_type == ShardingType.DATA_PARALLEL.value
-    return local if data_parallel else local * topology.world_size
 
 
 def optimizer_class(
@@ -234,9 +256,3 @@ def state_bytes(shape: tuple[int, ...], optimizer: type[torch.optim.Optimizer] |
 
 def _weight_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _time_ms(flops: float, num_bytes: float, topology: Topology) -> float:
-    on_host = topology.compute_device == "cpu"
-    bandwidth = topology.ddr_mem_bw if on_host else topology.hbm_mem_bw
-    return max(num_bytes, flops / FLOPS_PER_BYTE) / bandwidth

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
@@ -43,17 +44,20 @@ from ecorec_torchrec.plan import (
 from ecorec_torchrec.sharding import get_ecorec_sharders
 
 from .baselines import Baseline, greedy_by_unique_ids, torchrec_greedy
+from .calibration import Calibration
 from .compression import FitCheck, Form, hidden_fetches, least_compression, table_forms
 from .constraints import EcoRecConstraints
 from .dist_groups import choose_dist_groups, group_ms
 from .enumerator import EcoRecEnumerator
 from .estimators import optimizer_class
+from .lookups import lookups_per_sample
 from .options import Candidate, tt_of
 from .partitioner import EcoRecPartitioner, PartitionerCheck
 from .profile import Profile
 from .report import PlanReport
 from .search import PlacedTables, PlacementSearch
 from .shortage import PlanningInputs, shortage_error
+from .step_model import DenseWork, StepPrediction, predict_step
 from .tier_options import option_tiers
 from .tiers import TierSpeeds
 
@@ -97,10 +101,12 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
             before. Without it they are left to the sharder's `num_dist_groups`.
         tier_speeds: of a rank's memory and storage, such as `load_hardware(..).tier_speeds()`;
             without it as far as the topology tells.
+        calibration: of the ranks' machine, such as `load_hardware(..).calibration()`: with measured
+            costs, times are predicted from them.
 
     Raises:
-        TypeError: `enumerator` or `profile` is of another class; `constraints` is no mapping from
-            table names to `ParameterConstraints`.
+        TypeError: `enumerator`, `profile` or `calibration` is of another class; `constraints` is no
+            mapping from table names to `ParameterConstraints`.
         ValueError: `batch_size` is below 1.
 
     Example::
@@ -137,6 +143,7 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         profile: Profile | None = None,
         auto_dist_groups: bool = False,
         tier_speeds: TierSpeeds | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         if enumerator is not None and not isinstance(enumerator, EcoRecEnumerator):
             raise TypeError(
@@ -146,6 +153,8 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")
         _check_constraints(constraints)
+        if calibration is not None and not isinstance(calibration, Calibration):
+            raise TypeError(f"calibration must be a Calibration, got {type(calibration).__name__}")
         if profile is not None:
             constraints = _with_lookups(constraints or {}, profile)
         super().__init__(
@@ -177,10 +186,12 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
                 constraints,
                 profile=profile,
                 tier_speeds=tier_speeds,
+                calibration=calibration,
             )
         self._profile = profile
         self._auto_dist_groups = auto_dist_groups
         self._tier_speeds = tier_speeds
+        self._calibration = calibration
         self._search_is_torchrecs = any((proposer, partitioner, performance_model, plan_loader))
         self._planned: tuple[list[Candidate], Topology] | None = None
         self.report: PlanReport | None = None
@@ -247,7 +258,31 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         )
         shardings = [candidate for form in chosen.values() for candidate in form.shardings]
         self._planned = shardings, capacity
+        if self._calibration is not None and "step" in self._calibration:
+            step = self.predict_step(DenseWork.of(module))
+            self.report = replace(self.report, step=step)
         return plan
+
+    def predict_step(self, dense: DenseWork, plan: ShardingPlan | None = None) -> StepPrediction:
+        """A step of the whole model, from the calibration's measured costs.
+
+        Args:
+            dense: the model beside its tables.
+            plan: of the same model and in shardings that the last plan chose among; without it
+                the last plan.
+
+        Raises:
+            ValueError: the calibration has no measured costs of lookups, or the plan has shardings
+                that the last plan did not choose among.
+        """
+        assert self._planned is not None, "plan() comes first"
+        if self._calibration is None or "tt_forward" not in self._calibration:
+            raise ValueError("predict_step() needs a calibration with measured costs of lookups")
+        options = self._best_plan if plan is None else self._options_of(plan)
+        lookups = sum(lookups_per_sample(option, self._constraints) for option in options)
+        return predict_step(
+            options, self._topology, self._calibration, dense, self._batch_size, lookups
+        )
 
     def baselines(self, unique_ids: Mapping[str, float]) -> list[Baseline]:
         """Other planners' placements of the last plan's tables in its forms, at the same costs.
@@ -261,6 +296,37 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
             greedy_by_unique_ids(shardings, unique_ids, capacity),
             torchrec_greedy(shardings, capacity),
         ]
+
+    def _options_of(self, plan: ShardingPlan) -> list[ShardingOption]:
+        """The options, with ranks, that a plan's entries are.
+
+        Raises:
+            ValueError: an entry is no option of the last plan's search.
+        """
+        found: dict[str, ShardingOption] = {}
+        for candidate in self._enumerator._candidates:
+            option = candidate.option
+            entry = plan.plan[option.path][option.name]
+            spec = getattr(entry, "tt", None)
+            ranks = entry.ranks or []
+            is_same = (entry.sharding_type, entry.compute_kernel, spec, len(ranks)) == (
+                option.sharding_type,
+                option.compute_kernel,
+                candidate.tt,
+                sum(candidate.counts),
+            )
+            if is_same and option.fqn not in found:
+                found[option.fqn] = self._enumerator.expanded(candidate)
+                for shard, rank in zip(found[option.fqn].shards, ranks, strict=True):
+                    shard.rank = rank
+        for path, entries in plan.plan.items():
+            for name, entry in entries.items():
+                if f"{path}.{name}" not in found:
+                    raise ValueError(
+                        f"table {name!r}: {entry.sharding_type} by {entry.compute_kernel} is no "
+                        "option that the planner has looked at"
+                    )
+        return list(found.values())
 
     def _place_in_dist_groups(self, plan: RecordedPlan) -> None:
         """As the constraints ask, and as predicted; others are left to the sharder."""
@@ -331,6 +397,7 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
             known_forms=forms,
             profile=self._profile,
             tier_speeds=self._tier_speeds,
+            calibration=self._calibration,
         )
 
     def _warn_without_optimizer(self) -> None:

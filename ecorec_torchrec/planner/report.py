@@ -19,6 +19,7 @@ from ecorec_torchrec.plan.tables import ModelTable, model_tables
 from ecorec_torchrec.tt import TTSpec
 
 from .options import main_memory_bytes
+from .step_model import StepPrediction
 from .tier_report import TIER_HEADER, TierReport, tier_reports
 
 
@@ -100,6 +101,9 @@ class PlanReport:
     placement can go; None for a plan that no planner made."""
     tiers: tuple[TierReport, ...] = ()
     """What the tiered tables do; empty for a plan that no planner made."""
+
+    step: StepPrediction | None = None
+    """Of the whole model; None where costs have not been measured."""
 
     @classmethod
     def of(
@@ -247,6 +251,16 @@ class PlanReport:
             (f"({hidden} faster ranks are not shown)\n" if hidden else "")
             + f"predicted step of the tables: {self.step_ms:.3f} ms on rank {slowest.rank}, "
             + f"{self.imbalance or 1:.3f} times the mean rank; bottleneck: {slowest.bottleneck}\n"
+            + self._step_summary()
+        )
+
+    def _step_summary(self) -> str:
+        if self.step is None:
+            return ""
+        parts = ", ".join(f"{name} {ms:.2f}" for name, ms in self.step.parts_ms.items())
+        return (
+            f"predicted step of the model: {self.step.step_ms:.2f} ms without overlap ({parts}), "
+            f"at most {max(self.step.bytes_W):,} bytes per rank\n"
         )
 
 

@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder
 
+from .calibration import Calibration
 from .compression import FitCheck, Form, least_compression, table_forms
 from .constraints import EcoRecConstraints
 from .enumerator import HOST_KERNELS, EcoRecEnumerator, PlannedTable
@@ -43,7 +44,7 @@ class PlanningInputs:
         partitioner: the user's own; None for `PlacementSearch`.
         max_rank: TT ranks above it are lowered to it.
         known_forms: of the tables, which caps and reservations leave as they are.
-        profile, tier_speeds: as the planner's.
+        profile, tier_speeds, calibration: as the planner's.
     """
 
     module: nn.Module
@@ -57,6 +58,7 @@ class PlanningInputs:
     known_forms: Mapping[str, list[Form]] | None = None
     profile: Profile | None = None
     tier_speeds: TierSpeeds | None = None
+    calibration: Calibration | None = None
 
     def enumerator(self) -> EcoRecEnumerator:
         return EcoRecEnumerator(
@@ -66,6 +68,7 @@ class PlanningInputs:
             max_rank=self.max_rank,
             profile=self.profile,
             tier_speeds=self.tier_speeds,
+            calibration=self.calibration,
         )
 
     def tables(self) -> list[PlannedTable]:

@@ -18,6 +18,7 @@ from .profile import TableProfile
 
 # What the kernels compute and accumulate in, whatever the cores are stored in.
 _COMPUTE_BYTES = 4
+_CPU_GRADIENT_COPIES = 8
 # Nine int32 arrays of the index plan, and a 64-bit key with its index while they are sorted.
 _INDEX_PLAN_BYTES_PER_LOOKUP = 9 * 4 + 2 * (8 + 8)
 
@@ -58,7 +59,7 @@ class TTWork:
         flops = [0.0] * spec.num_cores
         forward_elements = backward_elements = 2.0 * lookups * spec.embedding_dim
         for k in range(1, spec.num_cores):
-            distinct = _distinct_prefixes(spec, k, lookups, profile)
+            distinct = distinct_prefixes(spec, k, lookups, profile)
             left, right = results[k - 1], results[k]
             flops[k] = distinct * 2.0 * left * spec.col_factors[k] * (*spec.ranks, 1)[k]
             if k == last:
@@ -77,6 +78,19 @@ class TTWork:
             workspace_bytes=_workspace_bytes(spec, lookups),
             index_plan_bytes=math.ceil(lookups * _INDEX_PLAN_BYTES_PER_LOOKUP),
         )
+
+
+def cpu_workspace_bytes(spec: TTSpec, lookups: float) -> int:
+    """What the CPU engine holds at most: it computes prefixes anew instead of keeping them.
+
+    Forward the unique rows; backward copies of the outer cores' gradients, one per task.
+    """
+    if spec.num_cores != 3:  # leading cores are multiplied out, see the engine's README
+        return _workspace_bytes(spec, lookups)
+    rows = min(math.ceil(lookups), spec.num_embeddings)
+    first, _, last = (math.prod(shape) for shape in spec.core_shapes)
+    elements = max(rows * spec.embedding_dim, _CPU_GRADIENT_COPIES * (first + last) + last)
+    return _COMPUTE_BYTES * elements
 
 
 def _workspace_bytes(spec: TTSpec, lookups: float) -> int:
@@ -98,7 +112,7 @@ def _num_prefixes(spec: TTSpec, k: int) -> int:
     return min(spec.num_embeddings, math.prod(spec.row_factors[: k + 1]))
 
 
-def _distinct_prefixes(spec: TTSpec, k: int, lookups: float, profile: TableProfile | None) -> float:
+def distinct_prefixes(spec: TTSpec, k: int, lookups: float, profile: TableProfile | None) -> float:
     """Of k + 1 digits, among so many ids."""
     if profile is None:
         return expected_distinct(_num_prefixes(spec, k), lookups)

@@ -95,6 +95,9 @@ class HostHardware:
     costs_ns: dict[str, dict[str, float]] = field(default_factory=dict)
     """Measured costs of operations, see `ecorec_torchrec.planner.calibration`."""
 
+    step_bytes: dict[str, float] = field(default_factory=dict)
+    """Measured memory of a training step beside its tables, by unit of work of `step`."""
+
     def __post_init__(self) -> None:
         for entry in fields(self):
             value = getattr(self, entry.name)
@@ -130,7 +133,7 @@ class HostHardware:
     def calibration(self) -> Calibration:
         """What operations cost: as measured, or as far as the data sheet tells."""
         if self.costs_ns:
-            return Calibration(self.costs_ns, self.machine)
+            return Calibration(self.costs_ns, self.step_bytes, self.machine)
         bandwidth = self.host_dram_gb_per_s if self.hbm_gb_per_s is None else self.hbm_gb_per_s
         return Calibration.of_data_sheet(self.fp32_tflops, bandwidth)
 

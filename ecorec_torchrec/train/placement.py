@@ -26,6 +26,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from ecorec_torchrec.plan import RecordedPlan, load_plan
 from ecorec_torchrec.planner import (
+    Calibration,
     EcoRecConstraints,
     EcoRecPlanner,
     PlanReport,
@@ -182,6 +183,7 @@ def plan_tables(
         profile=_profile(config) or profile,
         tier_speeds=_tier_speeds(config),
         auto_dist_groups=config.plan.num_dist_groups == "auto",
+        calibration=_calibration(config),
         stats=NoopEmbeddingStats(),
         debug=False,
     )
@@ -239,6 +241,7 @@ def _make_planner(
         constraints=constraints,
         profile=_profile(config),
         auto_dist_groups=config.plan.num_dist_groups == "auto",
+        calibration=_calibration(config),
     )
 
 
@@ -261,6 +264,12 @@ def _tier_speeds(config: TrainConfig) -> TierSpeeds | None:
 
 def _profile(config: TrainConfig) -> Profile | None:
     return None if config.plan.profile is None else load_profile(config.plan.profile)
+
+
+def _calibration(config: TrainConfig) -> Calibration | None:
+    """What operations cost on the machines of `plan.hardware`, as far as its file tells."""
+    hardware = config.plan.hardware
+    return None if hardware is None else load_hardware(hardware).calibration()
 
 
 def _plan_on_all_ranks(

@@ -22,6 +22,8 @@ from ecorec_torchrec.tt import TTSpec
 ROWS, DIM, BATCH = 1_000_000, 64, 256
 SPEC = TTSpec(ROWS, (100, 100, 100), (4, 4, 4), (16, 16))
 CORE_BYTES = SPEC.nbytes(torch.float32)
+GRADIENT_COPIES = 8 * (100 * 4 * 16 + 100 * 16 * 4) + 100 * 16 * 4
+"""Elements: 8 of the outer cores' gradients, and core 2 in another order."""
 
 
 def options(
@@ -65,10 +67,10 @@ ADAM, SGD = {"optimizer": EmbOptimType.ADAM}, {"optimizer": EmbOptimType.EXACT_S
 def test_tt_is_charged_for_cores_gradients_and_state(optimizer, state):
     assert options(SGD)["tt", "table_wise"].tt == SPEC
     lookups = 2 * BATCH
-    workspace = 4 * (lookups * DIM + 2 * lookups * 16 * 16)
+    workspace = 4 * GRADIENT_COPIES
     index_plan = lookups * 68
     ids_and_outputs = lookups * 8 + lookups * DIM * 4
-    held = 2 * CORE_BYTES + state
+    held = 2 * CORE_BYTES + state + 3 * CORE_BYTES  # and what passes through a step
     option = options({"optimizer": optimizer})["tt", "table_wise"]
     assert ddr(option) == held + workspace + index_plan + ids_and_outputs
     assert option.shards[0].storage.hbm == 0
@@ -78,8 +80,21 @@ def test_workspace_is_charged_up_to_its_bound():
     free, bounded = (
         ddr(options(SGD | extra)["tt", "table_wise"]) for extra in ({}, {"workspace_bytes": 10_000})
     )
+    assert free - bounded == 4 * GRADIENT_COPIES - 10_000
+
+
+def test_gpus_keep_rows_and_prefixes_that_the_cpu_engine_computes_anew():
+    def workspace(device: str) -> int:
+        kept = [
+            options(SGD | extra, device=device)["tt", "table_wise"].shards[0].storage
+            for extra in ({}, {"workspace_bytes": 1})
+        ]
+        free, bounded = (storage.hbm + storage.ddr for storage in kept)
+        return free - bounded + 1
+
     lookups = 2 * BATCH
-    assert free - bounded == 4 * (lookups * DIM + 2 * lookups * 16 * 16) - 10_000
+    assert workspace("cuda") == 4 * (lookups * DIM + 2 * lookups * 16 * 16)
+    assert workspace("cpu") == 4 * max(lookups * DIM, GRADIENT_COPIES)
 
 
 def test_half_precision_cores_are_half_the_size():

@@ -88,7 +88,7 @@ def test_takes_the_highest_rank_that_fits(model, topology, sharders):
         }
 
     assert ranks(100) == {(64, 64)}
-    assert ranks(7) == {(32, 32)}
+    assert ranks(10) == {(32, 32)}
     assert ranks(2) == {(8, 8)}
 
 

@@ -36,7 +36,7 @@ class PlanOptions(TrainConfig):
     hardware: str | None = None
     """a100, h100, h200 or a YAML file, in place of `plan.hardware`."""
 
-    tiers: str | None = None
+    tier_folder: str | None = None
     """A folder on the hosts' storage where tables may be tiered, in place of `plan.tier_folder`."""
 
     nodes_needed: bool = False
@@ -72,7 +72,7 @@ class PlanOptions(TrainConfig):
         self.plan.hbm_cap_gib = self.hbm or self.plan.hbm_cap_gib
         self.plan.local_batch_size = self.batch_size or self.plan.local_batch_size
         self.plan.hardware = self.hardware or self.plan.hardware
-        self.plan.tier_folder = self.tiers or self.plan.tier_folder
+        self.plan.tier_folder = self.tier_folder or self.plan.tier_folder
 
 
 def run(arguments: list[str]) -> None:

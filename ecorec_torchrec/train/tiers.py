@@ -28,7 +28,10 @@ from ecorec_torchrec.train.data import Schema
 
 # The planner sees a dense table of as many rows as there are slots, and says on which rank it is.
 SLOTS_ONLY = EcoRecConstraints(
-    tt="never", sharding_types=[ShardingType.TABLE_WISE.value], compute_kernels=["fused"]
+    tt="never",
+    tiers="never",
+    sharding_types=[ShardingType.TABLE_WISE.value],
+    compute_kernels=["fused"],
 )
 
 

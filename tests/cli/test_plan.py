@@ -198,7 +198,8 @@ def test_hosts_needed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     del settings["tt"]
     Path(config).write_text(yaml.safe_dump(settings))
     arguments = ["--hardware", "hosts.yaml", "--tier-folder", "/nvme", "--nodes-needed"]
-    main(["plan", "--config", config, *arguments, "--json", "n"])
+    arguments += ["--json", "n"]
+    main(["plan", "--config", config, *arguments])
     assert "hosts needed, as predicted" in capsys.readouterr().out
     dense, uvm, tiered = json.loads(Path("n").read_text())
     assert [way["forms"] for way in (dense, uvm, tiered)] == ["dense", "dense or UVM", "tiered"]

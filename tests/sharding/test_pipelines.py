@@ -52,10 +52,9 @@ def train(rank: int, name: str, num_dist_groups: int, init: dict) -> tuple[dict,
     optimizer = toy.optimizer_of(model, sgd)
     fused_steps: list[int] = []
     for collection in (model.module.ebc, model.module.ec):
-        for kernel in collection._tt_kernels():
-            if isinstance(kernel, FusedTTKernel):
-                kernel.fused_optimizer._optimizer.register_step_post_hook(
-                    lambda *_, group=kernel: fused_steps.append(id(group))
+        for kernel in collection._kernels(FusedTTKernel):
+            kernel.fused_optimizer._optimizer.register_step_post_hook(
+                lambda *_, group=kernel: fused_steps.append(id(group))
                 )
     pipeline = PIPELINES[name](model, optimizer, torch.device("cpu"))
     outputs_per_epoch = []

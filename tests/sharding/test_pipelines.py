@@ -55,7 +55,7 @@ def train(rank: int, name: str, num_dist_groups: int, init: dict) -> tuple[dict,
         for kernel in collection._kernels(FusedTTKernel):
             kernel.fused_optimizer._optimizer.register_step_post_hook(
                 lambda *_, group=kernel: fused_steps.append(id(group))
-                )
+            )
     pipeline = PIPELINES[name](model, optimizer, torch.device("cpu"))
     outputs_per_epoch = []
     for _ in range(EPOCHS):

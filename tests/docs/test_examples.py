@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import io
 import os
+import random
 import runpy
 import socket
 import subprocess
@@ -26,6 +27,7 @@ def run_program(rank: int, name: str, arguments: list[str], port: int) -> list[s
     dist.destroy_process_group()  # it makes its own
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     sys.argv = [name, *arguments]
+    torch.manual_seed(0)  # not what the tests before have left
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(ROOT / "docs" / "examples" / name), run_name="__main__")
     return printed.getvalue().splitlines()
@@ -33,10 +35,16 @@ def run_program(rank: int, name: str, arguments: list[str], port: int) -> list[s
 
 def run_example(ranks: RankPool, name: str, *arguments: object, world_size: int = 1) -> list[str]:
     """As `torchrun docs/examples/NAME ARGUMENTS` does; what rank 0 prints."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
     texts = [str(argument) for argument in arguments]
-    return ranks.run(run_program, name, texts, port, world_size=world_size)[0]
+    return ranks.run(run_program, name, texts, free_port(), world_size=world_size)[0]
+
+
+def free_port() -> int:
+    """Below those that systems hand out, which a test in another process may be given meanwhile."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
+            return port
+    raise RuntimeError("no free port found")
 
 
 def test_quickstart_runs_on_two_ranks() -> None:

@@ -147,6 +147,8 @@ def _join(rank: int, world_size: int, store_path: str) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
+    # A rank that left at once would close its sockets under the others that still connect.
+    dist.barrier()
 
 
 def _leave() -> None:

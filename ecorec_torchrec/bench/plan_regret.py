@@ -19,7 +19,7 @@ from ecorec_torchrec.bench.plan_steps import measure_step, planner_of, sharders,
 from ecorec_torchrec.bench.plan_workload import Workload, WorkloadTable
 from ecorec_torchrec.plan import tt_table_wise
 from ecorec_torchrec.planner import DenseWork, EcoRecConstraints
-from ecorec_torchrec.train.config import DrawnTablesConfig
+from ecorec_torchrec.train.data_config import DrawnTablesConfig
 from ecorec_torchrec.train.drawn_tables import draw_tables
 from ecorec_torchrec.train.hardware import load_hardware
 from ecorec_torchrec.train.launch import process_group

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ecorec_torchrec.bench.tt_hot_table import HotTTBag, TableShape
-from ecorec_torchrec.train.config import DataConfig
 from ecorec_torchrec.train.data import SPLITS, InMemoryDataset, Split, load_dataset
 from ecorec_torchrec.train.data.batch import EMPTY_SLOT
 from ecorec_torchrec.train.data.hashing import hash_ids
+from ecorec_torchrec.train.data_config import DataConfig
 from ecorec_torchrec.train.metrics import BinaryQuality
 
 CROSSES = (("user_id", "genres"), ("item_id", "occupation"))

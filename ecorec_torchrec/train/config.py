@@ -11,143 +11,9 @@ from typing import Annotated, Literal
 
 import tyro
 
+from ecorec_torchrec.train.data_config import DataConfig, require
+
 OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "adamw"]
-
-
-def _require(condition: bool, option: str, value: object, rule: str) -> None:
-    if not condition:
-        raise ValueError(f"{option}={value!r} {rule}")
-
-
-@dataclass(kw_only=True, slots=True)
-class CriteoConfig:
-    """Files of the Criteo Kaggle or Terabyte click logs (used with `data.name: criteo`)."""
-
-    train_files: tuple[str, ...] = ()
-    """Files or glob patterns, relative to `data.path`; empty: every file below `data.path`."""
-
-    val_files: tuple[str, ...] = ()
-    """Validation files. Without them, `data.val_fraction` of the rows of `train_files`."""
-
-    test_files: tuple[str, ...] = ()
-    """Test files. Without them, `data.test_fraction` of the rows of `train_files`."""
-
-    num_embeddings: int = 1_000_000
-    """Rows of each of the 26 tables that `data.num_embeddings` does not name."""
-
-    shuffle_buffer_rows: int = 65_536
-    """Rows held in memory to shuffle the training stream; 1 keeps the order of the files."""
-
-    def __post_init__(self) -> None:
-        _require(
-            self.num_embeddings >= 1,
-            "data.criteo.num_embeddings",
-            self.num_embeddings,
-            "must be >= 1",
-        )
-        _require(
-            self.shuffle_buffer_rows >= 1,
-            "data.criteo.shuffle_buffer_rows",
-            self.shuffle_buffer_rows,
-            "must be >= 1",
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class SyntheticConfig:
-    """Rows drawn from a planted model (used with `data.name: synthetic`)."""
-
-    num_rows: int = 20_000
-    """Rows of all three splits together."""
-
-    num_sparse_features: int = 4
-    """Sparse features, one table each, called `sparse_0`, `sparse_1`, ..."""
-
-    num_dense_features: int = 4
-    """Dense features; the first one carries signal."""
-
-    num_embeddings: int = 10_000
-    """Rows of each table that `data.num_embeddings` does not name."""
-
-    max_bag_size: int = 4
-    """Ids in a bag: 0 to this many, evenly."""
-
-    zipf_exponent: float = 1.05
-    """Popularity of ids: the k-th most popular id has weight k^-exponent."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_rows", "num_sparse_features", "num_dense_features", "num_embeddings"):
-            value = getattr(self, name)
-            _require(value >= 1, f"data.synthetic.{name}", value, "must be >= 1")
-        _require(
-            self.max_bag_size >= 1, "data.synthetic.max_bag_size", self.max_bag_size, "must be >= 1"
-        )
-        _require(
-            self.zipf_exponent >= 0,
-            "data.synthetic.zipf_exponent",
-            self.zipf_exponent,
-            "must be >= 0",
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class DrawnTablesConfig:
-    """Tables to plan for, drawn so that they add up to known totals (`data.name: tables`)."""
-
-    count: int = 788
-    """Tables."""
-
-    samples: int = 131_072
-    """Samples that the totals are of."""
-
-    lookups: int = 1_405_163_864
-    """Lookups of all tables in these samples."""
-
-    unique_ids: int = 110_259_238
-    """Distinct ids of all tables in these samples."""
-
-    seed: int = 788
-    """Sizes, lookups and skews of the tables follow from it."""
-
-    def __post_init__(self) -> None:
-        for name in ("count", "samples", "lookups", "unique_ids"):
-            value = getattr(self, name)
-            _require(value >= 1, f"data.tables.{name}", value, "must be >= 1")
-        _require(self.seed >= 0, "data.tables.seed", self.seed, "must be >= 0")
-
-
-@dataclass(kw_only=True, slots=True)
-class DataConfig:
-    """Which rows to train on, and how they are split."""
-
-    name: Literal["movielens-100k", "criteo", "synthetic", "tables"] = "synthetic"
-    """The data set. tables: none, for `ecorec plan`: tables of a CSV file in `path`, or drawn."""
-
-    path: Annotated[str | None, tyro.conf.arg(aliases=["--data"])] = None
-    """Folder (or file) of your own copy. MovieLens-100K is found without it where the `recbole`
-    distribution, which ships the files, is installed."""
-
-    num_embeddings: dict[str, int] = field(default_factory=dict)
-    """Rows of single tables by feature name; raw ids are hashed into them."""
-
-    val_fraction: float = 0.1
-    """Share of the rows held out to choose the epoch."""
-
-    test_fraction: float = 0.1
-    """Share of the rows held out for the reported figure."""
-
-    criteo: CriteoConfig = field(default_factory=CriteoConfig)
-    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
-    tables: DrawnTablesConfig = field(default_factory=DrawnTablesConfig)
-
-    def __post_init__(self) -> None:
-        for table, rows in self.num_embeddings.items():
-            _require(rows >= 1, f"data.num_embeddings.{table}", rows, "must be >= 1")
-        for name in ("val_fraction", "test_fraction"):
-            value = getattr(self, name)
-            _require(0 < value < 1, f"data.{name}", value, "must lie between 0 and 1")
-        held_out = self.val_fraction + self.test_fraction
-        _require(held_out < 1, "data.val_fraction + data.test_fraction", held_out, "must be < 1")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -170,12 +36,12 @@ class ModelConfig:
     """How the rows of a bag become one vector."""
 
     def __post_init__(self) -> None:
-        _require(self.embedding_dim >= 1, "model.embedding_dim", self.embedding_dim, "must be >= 1")
+        require(self.embedding_dim >= 1, "model.embedding_dim", self.embedding_dim, "must be >= 1")
         for name in ("dense_arch", "over_arch"):
             sizes = getattr(self, name)
-            _require(all(size >= 1 for size in sizes), f"model.{name}", sizes, "must be positive")
-        _require(bool(self.over_arch), "model.over_arch", self.over_arch, "needs a layer")
-        _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must lie in [0, 1)")
+            require(all(size >= 1 for size in sizes), f"model.{name}", sizes, "must be positive")
+        require(bool(self.over_arch), "model.over_arch", self.over_arch, "needs a layer")
+        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must lie in [0, 1)")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -218,12 +84,12 @@ class TTConfig:
     it max(1 / sqrt(3 N), 0.01)."""
 
     def __post_init__(self) -> None:
-        _require(self.rank >= 1, "tt.rank", self.rank, "must be >= 1")
-        _require(self.num_cores >= 2, "tt.num_cores", self.num_cores, "must be >= 2")
+        require(self.rank >= 1, "tt.rank", self.rank, "must be >= 1")
+        require(self.num_cores >= 2, "tt.num_cores", self.num_cores, "must be >= 2")
         if self.entry_std is not None:
-            _require(self.entry_std > 0, "tt.entry_std", self.entry_std, "must be > 0")
+            require(self.entry_std > 0, "tt.entry_std", self.entry_std, "must be > 0")
         for table in self.shapes:
-            _require(table in self.tables, f"tt.shapes.{table}", table, "is not in tt.tables")
+            require(table in self.tables, f"tt.shapes.{table}", table, "is not in tt.tables")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -264,7 +130,7 @@ class TiersConfig:
     def __post_init__(self) -> None:
         for name, least in (("cache_rows", 1), ("memory_rows", 0), ("prefetch_batches", 0)):
             value = getattr(self, name)
-            _require(value >= least, f"tiers.{name}", value, f"must be >= {least}")
+            require(value >= least, f"tiers.{name}", value, f"must be >= {least}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -286,7 +152,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "weight_decay"):
             value = getattr(self, name)
-            _require(value >= 0, f"{name} of {self.name}", value, "must be >= 0")
+            require(value >= 0, f"{name} of {self.name}", value, "must be >= 0")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -316,19 +182,19 @@ class OptimConfig:
     MLPs, and name it. Without it the run ends when the loss is not finite."""
 
     def __post_init__(self) -> None:
-        _require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must be >= 0")
+        require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must be >= 0")
         if self.max_gradient_norm is not None:
-            _require(
+            require(
                 self.max_gradient_norm > 0,
                 "optim.max_gradient_norm",
                 self.max_gradient_norm,
                 "must be > 0",
             )
         rule = "is no fused optimizer of TorchRec: use adam, or one of the others"
-        _require(self.embedding.name != "adamw", "optim.embedding.name", "adamw", rule)
+        require(self.embedding.name != "adamw", "optim.embedding.name", "adamw", rule)
         rule = "is for tables: the biases of the MLPs have no rows; use adagrad"
         name = "rowwise_adagrad"
-        _require(self.dense.name != name, "optim.dense.name", name, rule)
+        require(self.dense.name != name, "optim.dense.name", name, rule)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -374,8 +240,8 @@ class PlanConfig:
             self.file = None
         if self.num_dist_groups != "auto":
             count = self.num_dist_groups
-            _require(count >= 1, "plan.num_dist_groups", count, "must be >= 1")
-        _require(
+            require(count >= 1, "plan.num_dist_groups", count, "must be >= 1")
+        require(
             0 <= self.dist_group_slope <= 1,
             "plan.dist_group_slope",
             self.dist_group_slope,
@@ -384,7 +250,7 @@ class PlanConfig:
         for name in ("hbm_cap_gib", "ddr_cap_gib", "storage_cap_gib", "local_batch_size"):
             value = getattr(self, name)
             if value is not None:
-                _require(value > 0, f"plan.{name}", value, "must be > 0")
+                require(value > 0, f"plan.{name}", value, "must be > 0")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -413,9 +279,9 @@ class LoopConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "log_every_steps"):
             value = getattr(self, name)
-            _require(value >= 1, f"train.{name}", value, "must be >= 1")
+            require(value >= 1, f"train.{name}", value, "must be >= 1")
         if self.max_steps is not None:
-            _require(self.max_steps >= 1, "train.max_steps", self.max_steps, "must be >= 1")
+            require(self.max_steps >= 1, "train.max_steps", self.max_steps, "must be >= 1")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -437,9 +303,9 @@ class CheckpointConfig:
     model or have another shape; they keep their initial values. Nothing else may."""
 
     def __post_init__(self) -> None:
-        _require(self.keep >= 0, "checkpoint.keep", self.keep, "must be >= 0")
+        require(self.keep >= 0, "checkpoint.keep", self.keep, "must be >= 0")
         if self.every_steps is not None:
-            _require(
+            require(
                 self.every_steps >= 1, "checkpoint.every_steps", self.every_steps, "must be >= 1"
             )
 
@@ -495,10 +361,10 @@ class TrainConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
-        _require(self.nproc >= 1, "nproc", self.nproc, "must be >= 1")
-        _require(self.seed >= 0, "seed", self.seed, "must be >= 0")
+        require(self.nproc >= 1, "nproc", self.nproc, "must be >= 1")
+        require(self.seed >= 0, "seed", self.seed, "must be >= 0")
         path_parts = self.name.replace("\\", "/").split("/")
-        _require(
+        require(
             len(path_parts) == 1 and self.name not in ("", ".", ".."),
             "name",
             self.name,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecorec_torchrec.planner import DistinctCurve, Profile, ReuseCurve, TableProfile
-from ecorec_torchrec.train.config import DrawnTablesConfig
+from ecorec_torchrec.train.data_config import DrawnTablesConfig
 from ecorec_torchrec.train.table_list import ListedTable
 
 _BATCH_SIZES = (4096, 16384, 65536, 131072)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ecorec_torchrec.cli import main
-from ecorec_torchrec.train.config import DrawnTablesConfig
+from ecorec_torchrec.train.data_config import DrawnTablesConfig
 from ecorec_torchrec.train.drawn_tables import (
     draw_tables,
     drawn_profile,

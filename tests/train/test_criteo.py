@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ecorec_torchrec.train.config import CriteoConfig, DataConfig
 from ecorec_torchrec.train.data import SPLITS, load_dataset
+from ecorec_torchrec.train.data_config import CriteoConfig, DataConfig
 
 LARGEST_HASH = "ffffffff"
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ecorec_torchrec.train.config import DataConfig, SyntheticConfig
 from ecorec_torchrec.train.data import (
     SPLITS,
     InMemoryDataset,
@@ -17,6 +16,7 @@ from ecorec_torchrec.train.data import (
 )
 from ecorec_torchrec.train.data.batch import EMPTY_SLOT, Rows, make_batch, share_of_rank
 from ecorec_torchrec.train.data.hashing import hash_ids
+from ecorec_torchrec.train.data_config import DataConfig, SyntheticConfig
 
 SCHEMA = Schema(dense=("row",), sparse=(SparseFeature("a", 100), SparseFeature("b", 50, width=2)))
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ecorec_torchrec.train.config import DataConfig
 from ecorec_torchrec.train.data import SPLITS, InMemoryDataset, load_dataset
+from ecorec_torchrec.train.data_config import DataConfig
 
 GENRE_FLAGS = ["0"] * 19
 

@@ -6,9 +6,9 @@ batches that are `torchrec.datasets.utils.Batch`.
 
 import warnings
 
-from ecorec_torchrec.train.config import CriteoConfig, DataConfig, SyntheticConfig
 from ecorec_torchrec.train.data.batch import RankBatch, Schema, SparseFeature, fold_ids
 from ecorec_torchrec.train.data.dataset import SPLITS, Dataset, InMemoryDataset, Split
+from ecorec_torchrec.train.data_config import CriteoConfig, DataConfig, SyntheticConfig
 
 __all__ = [
     "SPLITS",

@@ -24,7 +24,6 @@ from torchrec.datasets.criteo import (
     INT_FEATURE_COUNT,
 )
 
-from ecorec_torchrec.train.config import DataConfig
 from ecorec_torchrec.train.data.batch import (
     EMPTY_SLOT,
     RankBatch,
@@ -35,6 +34,7 @@ from ecorec_torchrec.train.data.batch import (
     share_of_rank,
 )
 from ecorec_torchrec.train.data.dataset import SPLITS, Dataset, Split, epoch_seed
+from ecorec_torchrec.train.data_config import DataConfig
 
 _NUM_FIELDS = 1 + INT_FEATURE_COUNT + CAT_FEATURE_COUNT
 _INTEGER_SHIFT = 3  # as TorchRec's BinaryCriteoUtils: log(x + 3), the smallest value being -2

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ecorec_torchrec.train.config import DataConfig
 from ecorec_torchrec.train.data.batch import EMPTY_SLOT, Rows, Schema, SparseFeature
 from ecorec_torchrec.train.data.dataset import InMemoryDataset
 from ecorec_torchrec.train.data.hashing import hash_ids
+from ecorec_torchrec.train.data_config import DataConfig
 
 _LIKED = 4
 _NUM_AGES = 100

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ecorec_torchrec.train.config import DataConfig
 from ecorec_torchrec.train.data.batch import EMPTY_SLOT, Rows, Schema, SparseFeature
 from ecorec_torchrec.train.data.dataset import InMemoryDataset
 from ecorec_torchrec.train.data.hashing import hash_ids
+from ecorec_torchrec.train.data_config import DataConfig
 
 _SIGNAL = 1.5  # scale of the logit: the planted model itself reaches an AUC of about 0.8
 

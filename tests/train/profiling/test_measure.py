@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ecorec_torchrec.planner import TableProfile
-from ecorec_torchrec.train.config import DataConfig
 from ecorec_torchrec.train.data import load_dataset
+from ecorec_torchrec.train.data_config import DataConfig
 from ecorec_torchrec.train.profiling import (
     DatasetIds,
     FeatureBatch,

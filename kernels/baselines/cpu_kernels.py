@@ -13,16 +13,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from ecorec_torchrec.kernels.tt_index.cpu_jit import compiled
 from ecorec_torchrec.kernels.tt_lookup.cpu_simd import gather_sum, matmul, transpose
-from numba import njit
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _address(array: Any, element: Any) -> Any:
     return np.int64(array.ctypes.data) + np.int64(4) * np.int64(element)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _add(target, source) -> None:  # type: ignore[no-untyped-def]
     for k in range(len(source)):
         target[k] += source[k]
@@ -31,7 +31,7 @@ def _add(target, source) -> None:  # type: ignore[no-untyped-def]
 # Forward
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _prefix_product(shape, G1, G2, i1, i2, target) -> None:  # type: ignore[no-untyped-def]
     """Address `target` (q1, q2*r2) = G1[i1] @ G2[i2]."""
     q1, q2, _, r1, r2 = shape
@@ -42,7 +42,7 @@ def _prefix_product(shape, G1, G2, i1, i2, target) -> None:  # type: ignore[no-u
     )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _rows_of_prefix(shape, G3, i3_U, prefix, prefix_T, rows, row_low, first, end) -> None:  # type: ignore[no-untyped-def]
     """Rows first..end of the prefix at address `prefix` (M, r2)."""
     q1, q2, q3, _, r2 = shape
@@ -56,7 +56,7 @@ def _rows_of_prefix(shape, G3, i3_U, prefix, prefix_T, rows, row_low, first, end
         )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def prefix_products(shape, G1, G2, i1_P, i2_P, prefixes, prefix_low, low, high, worker) -> None:  # type: ignore[no-untyped-def]
     q1, q2, _, _, r2 = shape
     for prefix in range(low, high):
@@ -64,7 +64,7 @@ def prefix_products(shape, G1, G2, i1_P, i2_P, prefixes, prefix_low, low, high, 
         _prefix_product(shape, G1, G2, i1_P[prefix], i2_P[prefix], target)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def rows_from_prefixes(  # type: ignore[no-untyped-def]
     shape, G3, i3_U, prefix_starts, prefixes, prefix_low, scratches, rows, row_low, row_high,
     low, high, worker,
@@ -78,7 +78,7 @@ def rows_from_prefixes(  # type: ignore[no-untyped-def]
         _rows_of_prefix(shape, G3, i3_U, source, prefix_T, rows, row_low, first, end)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def rows_at_once(  # type: ignore[no-untyped-def]
     shape, G1, G2, G3, i1_P, i2_P, i3_U, prefix_starts, scratches, rows, low, high, worker,
 ) -> None:  # fmt: skip
@@ -92,7 +92,7 @@ def rows_at_once(  # type: ignore[no-untyped-def]
         _rows_of_prefix(shape, G3, i3_U, product, prefix_T, rows, 0, first, end)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def pool(  # type: ignore[no-untyped-def]
     dim, rows, row_low, row_high, pooled_row_L, offsets, next_of_bag, out_T, low, high, worker,
 ) -> None:  # fmt: skip
@@ -113,7 +113,7 @@ def pool(  # type: ignore[no-untyped-def]
             )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def transpose_rows(target, source, height, width, low, high, worker) -> None:  # type: ignore[no-untyped-def]
     """target[i] (width, height) = source[i] (height, width) transposed."""
     size = height * width
@@ -125,7 +125,7 @@ def transpose_rows(target, source, height, width, low, high, worker) -> None:  #
 # Backward
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _row_gradient(dim, row, row_starts, bag_L, grad, target) -> None:  # type: ignore[no-untyped-def]
     begin, end = np.int64(row_starts[row]), np.int64(row_starts[row + 1])
     gather_sum(
@@ -134,14 +134,14 @@ def _row_gradient(dim, row, row_starts, bag_L, grad, target) -> None:  # type: i
     )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _core3_gradient(shape, row_grad, prefix, target, accumulate) -> None:  # type: ignore[no-untyped-def]
     """Addresses: target (q3, r2) (+)= row_grad (M, q3)^T @ prefix (M, r2)."""
     q1, q2, q3, _, r2 = shape
     matmul(target, r2, row_grad, 1, q3, prefix, r2, q3, r2, q1 * q2, accumulate)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _prefix_gradient(shape, row_grad, G3_T, i3, target, accumulate) -> None:  # type: ignore[no-untyped-def]
     """Address target (M, r2) (+)= row_grad (M, q3) @ G3[i3]^T."""
     q1, q2, q3, _, r2 = shape
@@ -149,7 +149,7 @@ def _prefix_gradient(shape, row_grad, G3_T, i3, target, accumulate) -> None:  # 
     matmul(target, r2, row_grad, q3, 1, right, r2, q1 * q2, r2, q3, accumulate)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _core2_gradient(shape, G1, i1, prefix_grad, target, accumulate) -> None:  # type: ignore[no-untyped-def]
     """Addresses: target (r1, q2*r2) (+)= G1[i1]^T @ prefix_grad (q1, q2*r2)."""
     q1, q2, _, r1, r2 = shape
@@ -158,7 +158,7 @@ def _core2_gradient(shape, G1, i1, prefix_grad, target, accumulate) -> None:  # 
     matmul(target, width, left, 1, r1, prefix_grad, width, r1, width, q1, accumulate)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _core1_gradient(shape, prefix_grad, G2_T, i2, target, accumulate) -> None:  # type: ignore[no-untyped-def]
     """Addresses: target (q1, r1) (+)= prefix_grad (q1, q2*r2) @ G2[i2]^T."""
     q1, q2, _, r1, r2 = shape
@@ -167,7 +167,7 @@ def _core1_gradient(shape, prefix_grad, G2_T, i2, target, accumulate) -> None:  
     matmul(target, r1, prefix_grad, width, 1, right, r1, q1, r1, width, accumulate)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def row_items(  # type: ignore[no-untyped-def]
     shape, G3_T, i3_U, prefix_starts, row_starts, bag_L, grad, prefixes, prefix_low, row_grads,
     core3_items, prefix_items, row_low, row_high, low, high, worker,
@@ -190,7 +190,7 @@ def row_items(  # type: ignore[no-untyped-def]
             )
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def scatter_rows(  # type: ignore[no-untyped-def]
     i3_U, prefix_starts, core3_items, prefix_items, prefix_grads, prefix_low, dG3_copies, row_low,
     row_high, low, high, worker,
@@ -206,7 +206,7 @@ def scatter_rows(  # type: ignore[no-untyped-def]
             _add(target, prefix_items[row - row_low])
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def prefix_items(  # type: ignore[no-untyped-def]
     shape, G1, G2_T, i1_P, i2_P, prefix_grads, core1_items, core2_items, prefix_low,
     low, high, worker,
@@ -221,7 +221,7 @@ def prefix_items(  # type: ignore[no-untyped-def]
         _core1_gradient(shape, source, G2_T, i2_P[prefix], core1, 0)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def scatter_prefixes(  # type: ignore[no-untyped-def]
     i1_P, i2_P, core1_items, core2_items, dG1_copies, dG2_copies, prefix_low, low, high, worker,
 ) -> None:  # fmt: skip
@@ -231,7 +231,7 @@ def scatter_prefixes(  # type: ignore[no-untyped-def]
         _add(dG2_copies[worker, i2_P[prefix]], core2_items[prefix - prefix_low])
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def gradients_at_once(  # type: ignore[no-untyped-def]
     shape, G1, G2, G2_T, G3_T, i1_P, i2_P, i3_U, prefix_starts, row_starts, bag_L, grad, scratches,
     dG1_copies, dG2_copies, dG3_copies, low, high, worker,
@@ -256,7 +256,7 @@ def gradients_at_once(  # type: ignore[no-untyped-def]
         _core1_gradient(shape, prefix_grad, G2_T, i2, _address(dG1, i1 * q1 * r1), 1)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def sum_copies(copies, low, high, worker) -> None:  # type: ignore[no-untyped-def]
     """Rows low..high of all copies, added up in copy 0."""
     for row in range(low, high):

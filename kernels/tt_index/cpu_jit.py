@@ -8,9 +8,13 @@ from typing import Any
 
 from numba import njit
 
+# No reference counts: the callers hold the arrays, and counting them up and down around every inner
+# call, atomically, took a fifth of a lookup. The loops can therefore not allocate.
+_OPTIONS = {"nogil": True, "_nrt": False}
+
 
 def compiled(signature: Any = None, **options: Any) -> Callable[[Callable], Any]:
-    """`numba.njit` without the GIL, with the machine code kept on disk.
+    """`numba.njit` without the GIL and without allocation, with the machine code kept on disk.
 
     numba keeps it beside the source or, where that is read-only, in the user's cache folder
     (`NUMBA_CACHE_DIR` chooses another). It looks at the source file of the function alone: after a
@@ -27,7 +31,7 @@ def compiled(signature: Any = None, **options: Any) -> Callable[[Callable], Any]
     def decorate(function: Callable) -> Any:
         arguments = () if signature is None else (signature,)
         try:
-            return njit(*arguments, cache=True, nogil=True, **options)(function)
+            return njit(*arguments, cache=True, **_OPTIONS, **options)(function)
         except RuntimeError as error:
             if "cannot cache" not in str(error):
                 raise
@@ -37,6 +41,6 @@ def compiled(signature: Any = None, **options: Any) -> Callable[[Callable], Any]
                 RuntimeWarning,
                 stacklevel=1,
             )
-            return njit(*arguments, nogil=True, **options)(function)
+            return njit(*arguments, **_OPTIONS, **options)(function)
 
     return decorate

@@ -23,6 +23,7 @@ _MAX_DIGIT_BITS = 11
 # Below, waking threads takes longer than the work; the last pass is the longest.
 _MIN_LOOKUPS_PER_WORKER = 65_536
 _MIN_LOOKUPS_OF_LAST_PASS = 16_384
+_BLOCK_LOOKUPS = 2048
 _MAX_PACKED_BITS = 63
 # `_divide` works in float64.
 _MAX_KEY_BITS = 52
@@ -80,14 +81,18 @@ def build_plan(indices_L: Tensor, offsets: Tensor, batch: TableBatch) -> tuple[I
         )
 
     parallel_for(pack, num_workers, num_workers)
-    packed_L = _radix_sort(packed_L, occurrence_bits, key_bits, num_workers)
+    packed_L, scratch_L = _radix_sort(packed_L, occurrence_bits, key_bits, num_workers)
     index: Any = IndexPlan(*[tensor.numpy() for tensor in plan])  # type: ignore[arg-type]
+
+    # A block of bags has about _BLOCK_LOOKUPS lookups.
+    block_bits = (_BLOCK_LOOKUPS * plan.num_bags // max(num_lookups, 1)).bit_length()
 
     def fill(task: int, worker: int) -> None:
         if task == 0:
             _order_bags(
                 packed_L, occurrence_bits, occurrence_bag_L, index.offsets[:-1].copy(),
                 index.order_L, index.bag_L, index.pooled_row_L, index.pooled_occurrence_L,
+                scratch_L, index.offsets[:-1 : 1 << block_bits].astype(np.int64), block_bits,
             )  # fmt: skip
         else:
             _find_rows(
@@ -153,13 +158,14 @@ def _share(total: int, task: int, num_tasks: int) -> tuple[int, int]:
 
 def _radix_sort(
     packed_L: np.ndarray, occurrence_bits: int, key_bits: int, num_workers: int
-) -> np.ndarray:
-    """The packed lookups, sorted by key; may overwrite its argument."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """The packed lookups, sorted by key, and an array as large to overwrite: the two may be the
+    argument and a new one in any order."""
     num_passes = -(-key_bits // _MAX_DIGIT_BITS)
-    if num_passes == 0 or len(packed_L) < 2:
-        return packed_L
-    digit_bits = -(-key_bits // num_passes)
     source, target = packed_L, np.empty_like(packed_L)
+    if num_passes == 0 or len(packed_L) < 2:
+        return source, target
+    digit_bits = -(-key_bits // num_passes)
     counts = np.empty((num_workers, 1 << digit_bits), np.int64)
     for shift in range(occurrence_bits, occurrence_bits + key_bits, digit_bits):
 
@@ -180,7 +186,7 @@ def _radix_sort(
         _starts_from_counts(counts)
         parallel_for(move, num_workers, num_workers)
         source, target = target, source
-    return source
+    return source, target
 
 
 @compiled()
@@ -302,14 +308,20 @@ def _find_rows(  # type: ignore[no-untyped-def]
 @compiled()
 def _order_bags(  # type: ignore[no-untyped-def]
     packed_L, occurrence_bits, occurrence_bag_L, next_of_bag, order_L, bag_L, pooled_row_L,
-    pooled_occurrence_L,
+    pooled_occurrence_L, by_block_L, next_of_block, block_bits,
 ) -> None:  # fmt: skip
     """Occurrence and bag of every sorted lookup, and the lookups of every bag in sorted order.
 
-    `next_of_bag` holds the offsets, and is overwritten.
+    In two passes: first to blocks of neighbouring bags, whose part of the results stays in the
+    cache when the second takes the lookups of a block to their bags.
+
+    Args:
+        next_of_bag: the first lookup of every bag; overwritten.
+        by_block_L: int64 scratch.
+        next_of_block: the first lookup of every 2^block_bits bags; overwritten.
     """
     occurrence_mask = (np.int64(1) << occurrence_bits) - 1
-    row, last_key = -1, np.int64(-1)
+    row, last_key = np.int64(-1), np.int64(-1)
     for position in range(len(packed_L)):
         key = packed_L[position] >> occurrence_bits
         row += key != last_key
@@ -318,7 +330,13 @@ def _order_bags(  # type: ignore[no-untyped-def]
         bag = occurrence_bag_L[occurrence]
         order_L[position] = occurrence
         bag_L[position] = bag
+        block = bag >> block_bits
+        by_block_L[next_of_block[block]] = (row << 32) | occurrence
+        next_of_block[block] += 1
+    for entry in by_block_L:
+        occurrence = entry & 0xFFFFFFFF
+        bag = occurrence_bag_L[occurrence]
         slot = next_of_bag[bag]
         next_of_bag[bag] = slot + 1
-        pooled_row_L[slot] = row
+        pooled_row_L[slot] = entry >> 32
         pooled_occurrence_L[slot] = occurrence

@@ -82,7 +82,7 @@ class AsyncIO:
         self._fd = fd
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._context = ctypes.c_ulong(0)
-        self._call(self._setup, ctypes.c_long(_DEPTH), ctypes.byref(self._context))
+        self._open()
 
     def read(self, offsets: np.ndarray, addresses: np.ndarray, lengths: np.ndarray) -> None:
         self._run(_READ, offsets, addresses, lengths)
@@ -95,7 +95,22 @@ class AsyncIO:
             self._call(self._destroy, self._context)
             self._context.value = 0
 
+    def _open(self) -> None:
+        self._call(self._setup, ctypes.c_long(_DEPTH), ctypes.byref(self._context))
+
     def _run(
+        self, operation: int, offsets: np.ndarray, addresses: np.ndarray, lengths: np.ndarray
+    ) -> None:
+        try:
+            self._move(operation, offsets, addresses, lengths)
+        except BaseException:
+            # Requests may be in flight, into memory that the caller lets go of next, and their
+            # answers would pass for the next call's: destroying the context waits for them all.
+            self.close()
+            self._open()
+            raise
+
+    def _move(
         self, operation: int, offsets: np.ndarray, addresses: np.ndarray, lengths: np.ndarray
     ) -> None:
         requests = np.zeros(len(offsets), _REQUEST)

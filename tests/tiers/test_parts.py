@@ -1,5 +1,7 @@
 """The parts: initial rows, id map, replacement, file order, I/O."""
 
+import mmap
+import os
 from pathlib import Path
 
 import numpy as np
@@ -158,6 +160,37 @@ def test_pages_are_moved_between_file_and_memory(
         with pytest.raises(OSError, match="at byte 12288000 of a row file"):
             io.read(np.array([0, 3000 * 4096]), np.full(2, memory.ctypes.data), np.full(2, 4096))
         io.close()
+
+
+def test_a_read_after_an_interrupted_one_gets_its_own_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, file = 4096, tmp_path / "pages"
+    file.write_bytes(np.arange(200, dtype=np.uint8).repeat(page).tobytes())
+    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    page_io = AsyncIO(fd)
+    call = page_io._call
+
+    def interrupted(number: int, *arguments: object) -> int:
+        result = call(number, *arguments)
+        if number == page_io._submit:
+            raise KeyboardInterrupt
+        return result
+
+    def read(first: int, count: int) -> list[int]:
+        memory = np.frombuffer(mmap.mmap(-1, count * page), np.uint8)
+        pages = page * np.arange(count)
+        page_io.read(page * first + pages, memory.ctypes.data + pages, np.full(count, page))
+        return memory[::page].tolist()
+
+    monkeypatch.setattr(page_io, "_call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        read(0, 64)
+    monkeypatch.setattr(page_io, "_call", call)
+    for _ in range(3):
+        assert read(100, 16) == list(range(100, 116))
+    page_io.close()
+    os.close(fd)
 
 
 def test_layouts_that_cannot_be_are_refused() -> None:

@@ -46,7 +46,8 @@ def progress_and_die(self, batches):
     return output
 
 TrainPipelineSparseDist.progress = progress_and_die
-main(sys.argv[1:])
+if __name__ == "__main__":  # not in the ranks that it spawns
+    main(sys.argv[1:])
 """
 
 

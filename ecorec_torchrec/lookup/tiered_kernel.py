@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -26,12 +27,20 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ecorec_torchrec.tiers import RowInit, RowLayout, Ticket, TieredTable
+from ecorec_torchrec.tiers import (
+    RowInit,
+    RowLayout,
+    Ticket,
+    TieredTable,
+    TierSpec,
+    load_hot_ids,
+)
 
 from .tiered_settings import TieredSettings
 from .weightless import WeightlessKernel
@@ -137,14 +146,17 @@ class TieredKernel(WeightlessKernel, FusedOptimizerModule):
         rows, first_row = self._local_rows[i], self._row_offset[i]
         if rows == 0:  # cut over more ranks than it has rows
             return
-        slots = self._slots[i]
+        slots, spec = self._slots[i], self._specs[name]
+        hot_rows = _hot_rows(name, self._config.embedding_tables[i].num_embeddings, spec)
+        hot_rows = hot_rows[(hot_rows >= first_row) & (hot_rows < first_row + rows)] - first_row
         self.tables[name] = TieredTable(
             shard_name(self._prefix + name, first_row, rows),
             rows,
             RowLayout(tuple((column, t.shape[1], t.dtype) for column, t in slots.items())),
-            self._specs[name],
+            replace(spec, pinned_rows=min(spec.pinned_rows, len(hot_rows))),
             replace(init, first_row=first_row),
             slots,
+            hot_rows,
         )
 
     def close(self) -> None:
@@ -331,6 +343,30 @@ class TieredOptimizer(FusedOptimizer):
 
     def _set_learning_rate(self) -> None:
         self._emb_module.set_learning_rate(self.param_groups[0]["lr"])
+
+
+def _hot_rows(table: str, num_embeddings: int, spec: TierSpec) -> NDArray[np.int64]:
+    """The hottest rows of a whole table by falling frequency, as far as its file knows them.
+
+    Raises:
+        ValueError: the file is damaged, knows fewer of them than shall be pinned, or is of a table
+            with more rows.
+        OSError: the file cannot be read.
+    """
+    known = {} if spec.hot_ids_file is None else load_hot_ids(spec.hot_ids_file)
+    hot_rows = known.get(table, np.zeros(0, np.int64))
+    if len(hot_rows) and not 0 <= hot_rows.min() <= hot_rows.max() < num_embeddings:
+        raise ValueError(
+            f"table {table}: hot_ids_file={spec.hot_ids_file!r} names rows from {hot_rows.min()} "
+            f"to {hot_rows.max()}, the table has {num_embeddings}: it is the profile of another one"
+        )
+    if len(hot_rows) < spec.pinned_rows:
+        raise ValueError(
+            f"table {table}: pinned_rows={spec.pinned_rows}, but hot_ids_file="
+            f"{spec.hot_ids_file!r} knows {len(hot_rows)} hot rows of it: lower pinned_rows, or "
+            "run `ecorec profile` with more --hot-rows"
+        )
+    return hot_rows
 
 
 def shard_name(table: str, first_row: int, num_rows: int) -> str:

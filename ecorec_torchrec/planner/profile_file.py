@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecorec_torchrec.plan.yaml_text import Section, read_mapping, write_mapping
+from ecorec_torchrec.tiers import load_hot_ids, save_hot_ids
 
 from .profile import DistinctCurve, HotRows, Profile, ReuseCurve, TableProfile
 
@@ -45,11 +46,7 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: the files cannot be written.
     """
-    hot_ids: dict[str, Any] = {
-        f"table {name}": table.hot_ids
-        for name, table in profile.tables.items()
-        if len(table.hot_ids)
-    }
+    hot_ids = {name: table.hot_ids for name, table in profile.tables.items() if len(table.hot_ids)}
     content: dict[str, Any] = {
         "schema_version": _SCHEMA_VERSION,
         "source": profile.source,
@@ -57,7 +54,7 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     }
     if hot_ids:
         archive = Path(path).with_suffix(".npz")
-        np.savez_compressed(archive, **hot_ids)
+        save_hot_ids(hot_ids, archive)
         content["hot_ids"] = archive.name
     content["tables"] = {name: _table_mapping(table) for name, table in profile.tables.items()}
     write_mapping(content, path)
@@ -77,8 +74,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
         raise section.error(f"`schema_version` is {version}, this release reads {_SCHEMA_VERSION}")
     hot_ids: dict[str, NDArray[np.int64]] = {}
     if section.has("hot_ids"):
-        with np.load(Path(path).with_name(section.text("hot_ids"))) as archive:
-            hot_ids = {key.removeprefix("table "): archive[key] for key in archive.files}
+        hot_ids = load_hot_ids(Path(path).with_name(section.text("hot_ids")))
     content = section.raw("tables")
     tables = Section(content, f"{path}: tables", content if isinstance(content, dict) else ())
     return Profile(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -21,7 +22,7 @@ from ecorec_torchrec.lookup import TieredKernel
 from ecorec_torchrec.pipeline import EcoRecTrainPipeline
 from ecorec_torchrec.plan import tiered_row_wise, tiered_table_wise
 from ecorec_torchrec.testing import toy
-from ecorec_torchrec.tiers import TieredTable, TierSpec
+from ecorec_torchrec.tiers import TieredTable, TierSpec, save_hot_ids
 
 ROWS = {"users": 1500, "ads": 1000}
 FEATURES = {"users": ["clicked_by", "bought_by"], "ads": ["seen"]}
@@ -38,6 +39,8 @@ class Case:
         memory_rows: of the second level; 0 for none.
         owners: table -> rank, in place of those above.
         sequence: tables of an `EmbeddingCollection`.
+        hot_ids_file: with the hottest rows, as `write_hot_ids` makes it.
+        pinned_rows: of these rows stay in their slots.
     """
 
     sequence: bool = False
@@ -49,6 +52,8 @@ class Case:
     memory_rows: int = 0
     prefetch_batches: int = 0
     owners: tuple[tuple[str, int], ...] = ()
+    hot_ids_file: str | None = None
+    pinned_rows: int = 0
 
     def model(self) -> toy.ToyModel:
         if self.sequence:
@@ -90,6 +95,8 @@ class Case:
             folder,
             memory_rows=self.memory_rows,
             prefetch_batches=self.prefetch_batches,
+            hot_ids_file=self.hot_ids_file,
+            pinned_rows=self.pinned_rows,
         )
         if self.row_wise:
             return {name: tiered_row_wise(tiers=tiers) for name in ROWS}
@@ -118,6 +125,11 @@ class Case:
         weights = torch.rand(num_values, generator=generator) if self.is_weighted else None
         ids = KeyedJaggedTensor(features, torch.cat(values), weights, lengths=lengths.flatten())
         return toy.ToyBatch(ids, torch.randn(size, generator=generator))
+
+
+def write_hot_ids(path: str) -> None:
+    """The ids that `Case.batch` draws most often, as `ecorec profile` would write them."""
+    save_hot_ids({name: np.arange(rows // 10) for name, rows in ROWS.items()}, path)
 
 
 def tiered_tables(model: DistributedModelParallel) -> dict[str, TieredTable]:

@@ -6,8 +6,17 @@ written back with their optimizer state. In TorchRec this takes the place of FBG
 batched embedding, whose operators are not in the published wheels.
 """
 
+from .hot_ids import load_hot_ids, save_hot_ids
 from .init import RowInit
 from .spec import RowLayout, TierSpec
 from .table import Ticket, TieredTable
 
-__all__ = ["RowInit", "RowLayout", "Ticket", "TierSpec", "TieredTable"]
+__all__ = [
+    "RowInit",
+    "RowLayout",
+    "Ticket",
+    "TierSpec",
+    "TieredTable",
+    "load_hot_ids",
+    "save_hot_ids",
+]

@@ -35,7 +35,10 @@ class TierSpec:
         direct_reads: read and write the file past the page cache (O_DIRECT), so that the memory
             named here is all that is used; False maps the file into memory, which lets the kernel
             cache it in whatever memory is free.
-        pinned_rows: how many of the hottest rows, known from a profile, never leave their slots.
+        pinned_rows: how many of the hottest rows, known from `hot_ids_file`, never leave their
+            slots; of each shard where the table is cut by rows.
+        hot_ids_file: the `.npz` file that `ecorec profile` writes beside a profile. Its rows of
+            this table come first in the row file, the most frequent one first.
 
     Raises:
         TypeError: a value is of the wrong type.
@@ -54,6 +57,7 @@ class TierSpec:
     policy: str = "lfu"
     direct_reads: bool = False
     pinned_rows: int = 0
+    hot_ids_file: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -63,15 +67,15 @@ class TierSpec:
             ("pinned_rows", 0),
         ):
             _check_count(name, getattr(self, name), least)
-        for name in ("folder", "memory_folder"):
-            folder = getattr(self, name)
-            if folder is None and name == "memory_folder":
+        for name in ("folder", "memory_folder", "hot_ids_file"):
+            path = getattr(self, name)
+            if path is None and name != "folder":
                 continue
-            if not isinstance(folder, str | os.PathLike):
-                raise TypeError(f"{name} must be a path, got {folder!r}")
-            object.__setattr__(self, name, os.fspath(folder))
+            if not isinstance(path, str | os.PathLike):
+                raise TypeError(f"{name} must be a path, got {path!r}")
+            object.__setattr__(self, name, os.fspath(path))
             if not getattr(self, name):
-                raise ValueError(f"{name} is empty: name a folder")
+                raise ValueError(f"{name} is empty: name a {name.rpartition('_')[2]}")
         if not isinstance(self.direct_reads, bool):
             raise TypeError(f"direct_reads must be True or False, got {self.direct_reads!r}")
         if self.policy not in POLICIES:

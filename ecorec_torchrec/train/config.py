@@ -127,8 +127,16 @@ class TiersConfig:
     direct_reads: bool = False
     """Read and write the files past the page cache."""
 
+    hot_ids_file: str | None = None
+    """The .npz file that `ecorec profile` writes beside a profile: the hottest rows of a table come
+    first in its row file."""
+
+    pinned_rows: int = 0
+    """Hottest rows of each table, by `tiers.hot_ids_file`, that never leave their slots."""
+
     def __post_init__(self) -> None:
-        for name, least in (("cache_rows", 1), ("memory_rows", 0), ("prefetch_batches", 0)):
+        least_values = {"cache_rows": 1, "memory_rows": 0, "prefetch_batches": 0, "pinned_rows": 0}
+        for name, least in least_values.items():
             value = getattr(self, name)
             require(value >= least, f"tiers.{name}", value, f"must be >= {least}")
 

@@ -56,6 +56,8 @@ def tier_specs(config: TrainConfig, schema: Schema) -> dict[str, TierSpec]:
             prefetch_batches=options.prefetch_batches,
             policy=options.policy,
             direct_reads=options.direct_reads,
+            hot_ids_file=options.hot_ids_file,
+            pinned_rows=options.pinned_rows,
         )
     except ValueError as error:
         raise ValueError(f"tiers: {error}") from error

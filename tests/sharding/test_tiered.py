@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ def compare(
         "differences": tiered.differences(model, twin),
         "file_rows": sum(count["file_rows"] for count in counts),
         "pins": pins(model),
+        "kept": {n: t._cache.num_pinned for n, t in tiered.tiered_tables(model).items()},
     }
 
 
@@ -83,6 +85,34 @@ def test_training_is_that_of_the_whole_table(
     ranks: RankPool, tmp_path: Any, world_size: int, case: Case, pipeline: type | None
 ) -> None:
     check(ranks.run(compare, case, str(tmp_path), 100, pipeline, world_size=world_size))
+
+
+@pytest.mark.parametrize("row_wise", [False, True])
+def test_the_hottest_rows_of_a_profile_stay_in_their_slots(
+    ranks: RankPool, tmp_path: Path, row_wise: bool
+) -> None:
+    tiered.write_hot_ids(str(tmp_path / "profile.npz"))
+    hot = {"hot_ids_file": str(tmp_path / "profile.npz"), "pinned_rows": 20}
+    case = Case(row_wise=row_wise, **hot)  # type: ignore[arg-type]
+    results = ranks.run(compare, case, str(tmp_path), 100)
+    check(results)
+    # All of them are in the first half of each table, and so on the first rank if it is cut.
+    expected = [{"users": 20, "ads": 20}, {"users": 0, "ads": 0}]
+    if not row_wise:
+        expected = [{"ads": 20}, {"users": 20}]
+    assert [result["kept"] for result in results] == expected
+
+
+def test_hot_rows_that_are_not_known_are_refused_by_name(ranks: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "profile.npz")
+    tiered.write_hot_ids(path)
+    for count, file, message in (
+        (101, path, "table ads: pinned_rows=101, but hot_ids_file=.* knows 100 hot rows of it"),
+        (1, None, "table users: pinned_rows=1, but hot_ids_file=None knows 0 hot rows of it"),
+    ):
+        case = Case(hot_ids_file=file, pinned_rows=count)
+        with pytest.raises(RuntimeError, match=message):
+            ranks.run(compare, case, str(tmp_path), 1, world_size=1)
 
 
 @pytest.mark.long

@@ -210,6 +210,7 @@ class TieredKernel(WeightlessKernel, FusedOptimizerModule):
 
     def _take(self, features: KeyedJaggedTensor) -> Lease:
         """The lease of a batch: the oldest that was prefetched for these very ids, or a new one."""
+        self._let_abandoned_go()  # a prefetched batch may wait for their slots
         for i, lease in enumerate(self._prefetched):
             if lease.is_for(features.values()):
                 return self._prefetched.pop(i)

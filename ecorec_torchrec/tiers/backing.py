@@ -146,6 +146,9 @@ class MemoryLevel:
         layout: the columns.
         policy: "lfu" or "lru".
         path: a file on a byte-addressable device to map; None for ordinary memory.
+
+    Raises:
+        ValueError: the file cannot be made, or has no room there.
     """
 
     def __init__(self, num_rows: int, layout: RowLayout, policy: str, path: Path | None) -> None:
@@ -154,12 +157,19 @@ class MemoryLevel:
         if path is None:
             self._records = np.empty(num_rows, f"V{layout.record_bytes}")
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, num_rows * layout.record_bytes)
-            self._map = mmap.mmap(file.fileno(), num_rows * layout.record_bytes)
-        path.unlink()  # it lives as long as it is mapped
-        self._records = np.frombuffer(self._map, f"V{layout.record_bytes}")
+        num_bytes = num_rows * layout.record_bytes
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "w+b") as file:
+                path.unlink()  # it lives as long as it is mapped
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                memory = mmap.mmap(file.fileno(), num_bytes)
+        except OSError as error:
+            raise ValueError(
+                f"{path}: no second level of memory_rows={num_rows} ({num_bytes} bytes): "
+                f"{error.strerror}"
+            ) from error
+        self._records = np.frombuffer(memory, f"V{layout.record_bytes}")
 
     def take(self, rows: Rows) -> np.ndarray:
         """Moves what it has of `rows` out into them; which ones it does not have."""

@@ -192,8 +192,8 @@ class MappedRowFile(RowFile):
 
     def _write_at(self, positions: np.ndarray, records: np.ndarray) -> int:
         self._limit_resident(len(positions))
-        self._check_space(len(positions))
         fresh = np.count_nonzero(self._marks[positions] == 0)
+        self._check_space(int(fresh))
         self._records[positions] = records
         self._counters.file_bytes_written += len(positions) * self.layout.record_bytes
         return int(fresh)
@@ -215,7 +215,10 @@ class MappedRowFile(RowFile):
         free = os.fstatvfs(self._fd)
         if free.f_bavail * free.f_frsize < needed:
             raise OSError(
-                errno.ENOSPC, f"no space for {num_rows} more rows ({needed} bytes)", str(self.path)
+                errno.ENOSPC,
+                f"no space for {num_rows} more rows ({needed} bytes); free some, or give the table "
+                "a folder on a larger device",
+                str(self.path),
             )
 
 

@@ -101,13 +101,11 @@ class DeviceSlots(Slots):
         self._layout, self._tensors = layout, dict(tensors)
         self.device = next(iter(tensors.values())).device
         self._stream = torch.cuda.Stream(self.device)
-        self._fence = torch.cuda.Event()
         self.fence()
 
     def read(self, slots: np.ndarray) -> np.ndarray:
         records = self._layout.new_records(len(slots))
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._fence)
             index = torch.from_numpy(slots).pin_memory().to(self.device, non_blocking=True)
             columns = {}
             for name, tensor in self._tensors.items():
@@ -121,7 +119,6 @@ class DeviceSlots(Slots):
 
     def write(self, slots: np.ndarray, records: np.ndarray) -> None:
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._fence)
             index = torch.from_numpy(slots).pin_memory().to(self.device, non_blocking=True)
             for name, rows in self._layout.tensors(records).items():
                 rows = rows.pin_memory().to(self.device, non_blocking=True)
@@ -131,4 +128,4 @@ class DeviceSlots(Slots):
     def fence(self) -> None:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
-        self._fence = event
+        self._stream.wait_event(event)  # waits add up: fences come from several streams

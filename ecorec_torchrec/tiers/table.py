@@ -307,6 +307,8 @@ class TieredTable:
         Raises:
             ValueError: there is none, it is damaged, or it is of another table shape; nothing is
                 changed.
+            OSError: storage failed. The table refuses to go on, since its rows are neither these
+                nor those: the checkpoint is whole, load it into a new table.
         """
         path = self._checkpoint(folder)
         with CheckpointReader(path, self.layout, self.num_embeddings) as checkpoint:
@@ -314,11 +316,18 @@ class TieredTable:
             self.drain()
             with self._moving:
                 self._check_usable()
-                self._cache.clear()
-                backing = self._cache.backing
-                backing.init = RowInit(**checkpoint.header.init)
-                for ids, records in checkpoint.blocks():
-                    backing.file.write(ids, records.copy())
+                try:
+                    self._replace_rows(checkpoint)
+                except BaseException as error:
+                    self._failure = error
+                    raise
+
+    def _replace_rows(self, checkpoint: CheckpointReader) -> None:
+        self._cache.clear()
+        backing = self._cache.backing
+        backing.init = RowInit(**checkpoint.header.init)
+        for ids, records in checkpoint.blocks():
+            backing.file.write(ids, records.copy())
 
     def statistics(self) -> dict[str, int | float]:
         """Hit rate, rows and bytes by level, waits: since the last call. See `Counters`."""
@@ -387,7 +396,11 @@ class TieredTable:
 
     def _unpin(self, dirty: bool, ready: Future[PinnedBatch]) -> None:
         if ready.exception() is None:
-            self._cache.unpin(ready.result(), dirty)
+            try:
+                self._cache.unpin(ready.result(), dirty)
+            except BaseException as error:  # the caller may be a `Future`, which tells nobody
+                self._failure = error
+                raise
 
     # Small things
 
@@ -401,7 +414,11 @@ class TieredTable:
         memory = None
         if spec.memory_rows:
             at = spec.memory_folder and Path(spec.memory_folder) / f"{file_name}.memory"
-            memory = MemoryLevel(spec.memory_rows, self.layout, spec.policy, at or None)
+            try:
+                memory = MemoryLevel(spec.memory_rows, self.layout, spec.policy, at or None)
+            except BaseException:
+                file.close()
+                raise
         return Backing(file, init, memory, self._counters)
 
     def _header(self, kind: str, init: RowInit, order: dict[str, int] | None = None) -> Header:

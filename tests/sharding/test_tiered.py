@@ -12,6 +12,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ecorec_torchrec import EcoRecTrainPipeline
 from ecorec_torchrec.lookup import Lease, TieredKernel
@@ -101,6 +102,32 @@ def test_the_hottest_rows_of_a_profile_stay_in_their_slots(
     if not row_wise:
         expected = [{"ads": 20}, {"users": 20}]
     assert [result["kept"] for result in results] == expected
+
+
+def look_up_after_a_dropped_graph(rank: int, case: Case, folder: str) -> tuple[int, ...]:
+    model, _ = case.shard(folder)
+    kernel = next(iter(tiered._collection(model)._kernels(TieredKernel)))
+    names = [name for table in kernel._config.embedding_tables for name in table.feature_names]
+
+    def features(first: int) -> KeyedJaggedTensor:
+        """8 ids of each feature, all distinct."""
+        ids = torch.arange(first, first + 8 * len(names))
+        return KeyedJaggedTensor(names, ids, lengths=torch.full((4 * len(names),), 2))
+
+    output = kernel(features(0))
+    coming = features(200)
+    kernel.prefetch(coming)  # has to wait: the slots are those of the first batch
+    del output
+    return tuple(kernel(coming).shape)
+
+
+def test_a_dropped_graph_makes_room_for_the_batch_that_waits(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    case = Case(cache_rows=20, prefetch_batches=1)
+    arguments = (case, str(tmp_path))
+    (shape,) = ranks.run(look_up_after_a_dropped_graph, *arguments, world_size=1)
+    assert shape[0] == 4
 
 
 def test_hot_rows_that_are_not_known_are_refused_by_name(ranks: RankPool, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """A tiered table as its callers see it: tickets, reads and writes, refusals, statistics."""
 
+import contextlib
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -161,6 +163,83 @@ def test_an_error_of_the_storage_is_raised_at_the_wait(
     with pytest.raises(RuntimeError, match="cannot be used any more: .*no space"):
         trained.table.save(tmp_path)
     trained.table.close()
+
+
+def fill_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the device of the row files had not a block left."""
+    full = SimpleNamespace(f_bavail=0, f_frsize=4096)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: full)
+
+
+def test_a_full_device_takes_rows_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = Trained.make(tmp_path, 1000, 50)
+    trained.train([ALL[:50], ALL[50:100]])
+    trained.table.save(tmp_path / "checkpoint")
+    fill_device(monkeypatch)
+    trained.train([ALL[:50], ALL[50:100]])
+    trained.table.save(tmp_path / "checkpoint")
+    assert trained.equal()
+    with pytest.raises((OSError, RuntimeError), match="no space for 50 more rows"):
+        trained.train([ALL[100:150], ALL[150:200], ALL[200:250]])
+    trained.table.close()
+
+
+def test_a_load_that_fails_ends_the_table_and_not_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = Trained.make(tmp_path, 1000, 50)
+    trained.train([ALL[:50], ALL[50:100]])
+    trained.table.save(tmp_path / "checkpoint")
+    with monkeypatch.context() as patch:
+        fill_device(patch)
+        with pytest.raises(OSError, match="no space for 100 more rows"):
+            trained.table.load(tmp_path / "checkpoint")
+    with pytest.raises(RuntimeError, match="cannot be used any more: .*no space"):
+        trained.table.save(tmp_path / "checkpoint")
+    trained.table.close()
+    again = Trained.make(tmp_path / "again", 1000, 50)
+    again.table.load(tmp_path / "checkpoint")
+    rows = again.table.read(ALL[:100])
+    assert torch.equal(rows["weight"], trained.plain_weight[:100])
+    again.table.close()
+
+
+def test_a_fence_that_fails_is_told_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may fail in a callback of the worker, of which nobody hears."""
+    trained = Trained.make(tmp_path, 1000, 50)
+    ticket = trained.table.prefetch(ALL[:20])
+    trained.table.remap(ticket)
+
+    def lost() -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(trained.table._cache._slots, "fence", lost)
+    with contextlib.suppress(RuntimeError):
+        trained.table.release(ticket, dirty=True)
+    with pytest.raises(RuntimeError, match="cannot be used any more: device lost"):
+        trained.table.remap(trained.table.prefetch(ALL[:20]))
+    trained.table.close()
+
+
+def test_a_second_level_without_room_is_refused_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    wishes = {"memory_rows": 100, "memory_folder": str(tmp_path / "memory")}
+    with pytest.raises(
+        ValueError,
+        match=r"ads\.memory: no second level of memory_rows=100 \(2400 bytes\): No space",
+    ):
+        Trained.make(tmp_path, 1000, 50, **wishes)
+    assert not list((tmp_path / "memory").iterdir())
+    Trained.make(tmp_path, 1000, 50).table.close()  # the row file is free again
 
 
 def test_hot_rows_never_leave(tmp_path: Path) -> None:

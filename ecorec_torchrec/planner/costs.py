@@ -13,7 +13,7 @@ shard of C columns (all D but for column-wise shards), L lookups in B bags and U
 
 with s bytes per element, W ranks. L, B and U are those of the global batch, of the rank's own
 samples for data-parallel tables; row-wise shards divide L and U among them. Costs of a call are
-shared by all tables of a rank and left to `StepModel`. The formulas take the place of those in
+shared by all tables of a rank and left to `predict_step`. The formulas take the place of those in
 `torchrec/distributed/planner/estimator`, which know one bandwidth per kernel.
 """
 

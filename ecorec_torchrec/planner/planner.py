@@ -39,6 +39,7 @@ from ecorec_torchrec.plan import (
     RecordedPlan,
     TieredParameterSharding,
     TTParameterSharding,
+    tiers_of,
     with_dist_group,
 )
 from ecorec_torchrec.sharding import get_ecorec_sharders
@@ -272,10 +273,11 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
                 the last plan.
 
         Raises:
-            ValueError: the calibration has no measured costs of lookups, or the plan has shardings
-                that the last plan did not choose among.
+            ValueError: nothing was planned yet, the calibration has no measured costs of lookups,
+                or the plan lacks a table or has shardings that the last plan did not choose among.
         """
-        assert self._planned is not None, "plan() comes first"
+        if self._planned is None:
+            raise ValueError("predict_step(): plan() comes first")
         if self._calibration is None or "tt_forward" not in self._calibration:
             raise ValueError("predict_step() needs a calibration with measured costs of lookups")
         options = self._best_plan if plan is None else self._options_of(plan)
@@ -289,8 +291,12 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
 
         Args:
             unique_ids: table -> distinct ids in a global batch, which EcoRec places by.
+
+        Raises:
+            ValueError: nothing was planned yet.
         """
-        assert self._planned is not None, "plan() comes first"
+        if self._planned is None:
+            raise ValueError("baselines(): plan() comes first")
         shardings, capacity = self._planned
         return [
             greedy_by_unique_ids(shardings, unique_ids, capacity),
@@ -301,18 +307,21 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         """The options, with ranks, that a plan's entries are.
 
         Raises:
-            ValueError: an entry is no option of the last plan's search.
+            ValueError: a table has no entry, or one that is no option of the last plan's search.
         """
         found: dict[str, ShardingOption] = {}
         for candidate in self._enumerator._candidates:
             option = candidate.option
-            entry = plan.plan[option.path][option.name]
-            spec = getattr(entry, "tt", None)
+            entry = plan.plan.get(option.path, {}).get(option.name)
+            if entry is None:
+                raise ValueError(f"table {option.name!r}: the plan has no entry for {option.fqn!r}")
             ranks = entry.ranks or []
-            is_same = (entry.sharding_type, entry.compute_kernel, spec, len(ranks)) == (
+            spec, tiers = getattr(entry, "tt", None), tiers_of(entry)
+            is_same = (entry.sharding_type, entry.compute_kernel, spec, tiers, len(ranks)) == (
                 option.sharding_type,
                 option.compute_kernel,
                 candidate.tt,
+                option_tiers(option),
                 sum(candidate.counts),
             )
             if is_same and option.fqn not in found:
@@ -332,7 +341,7 @@ class EcoRecPlanner(EmbeddingShardingPlanner):
         """As the constraints ask, and as predicted; others are left to the sharder."""
         predicted = {}
         if self._auto_dist_groups:
-            cost_ms = group_ms(self._topology.compute_device)
+            cost_ms = group_ms(self._topology.compute_device, self._calibration)
             predicted = choose_dist_groups(self._best_plan, cost_ms)
         for path, module_plan in plan.plan.items():
             for table, entry in module_plan.items():

@@ -9,9 +9,11 @@ A step is a chain of phases, each over when its slowest rank is done:
     dense part        FLOPs over the rate of large products, an all-reduce of its gradients
     backward          the same in reverse, with the updates           Perf.bwd_comms, bwd_compute
     framework         what remains, as calibrated: `step` of a `Calibration`
+    fetching rows     of tiered tables                                Perf.prefetch_compute; with
+                      prefetching only as far as it exceeds all the other phases
 
-Nothing overlaps: that is what a train loop without a pipeline does, and the upper end of what one
-with a pipeline does. Takes the place of TorchRec's `NoopCriticalPathEstimator`.
+Nothing else overlaps: that is what a train loop without a pipeline does, and the upper end of what
+one with a pipeline does. Takes the place of TorchRec's `NoopCriticalPathEstimator`.
 """
 
 from __future__ import annotations
@@ -132,6 +134,8 @@ def predict_step(
     }
     if "step" in calibration:
         parts_ms["framework"] = calibration.time_ms("step", **work)
+    if any(perf.prefetch_compute for perf in perfs):
+        parts_ms["fetching rows"] = _fetch_ms(options, topology, sum(parts_ms.values()))
     dense_bytes = 2 * dense.parameters * _FLOAT_BYTES
     step_bytes = calibration.step_memory_bytes(**work)
     bytes_W = [dense_bytes + step_bytes] * topology.world_size
@@ -195,6 +199,17 @@ class _Calls:
         tt_ms = _call_ms(calibration, f"tt_{way}")
         pairs = zip(self.dense_W, self.tt_W, strict=True)
         return [dense * dense_ms + tt * tt_ms for dense, tt in pairs]
+
+
+def _fetch_ms(options: Sequence[ShardingOption], topology: Topology, other_ms: float) -> float:
+    """What fetching rows adds, on the slowest rank, to a step of `other_ms`."""
+    awaited_W, hidden_W = [0.0] * topology.world_size, [0.0] * topology.world_size
+    for option in options:
+        ms_W = hidden_W if getattr(option, "fetch_is_hidden", False) else awaited_W
+        for shard in option.shards:
+            ms_W[shard.rank] += shard.perf.prefetch_compute
+    awaited_ms = max(awaited_W)
+    return awaited_ms + max(0.0, max(hidden_W) - other_ms - awaited_ms)
 
 
 def _call_ms(calibration: Calibration, operation: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from torch import nn
@@ -17,6 +18,7 @@ from ecorec_torchrec.planner import (
     EcoRecPlanner,
 )
 from ecorec_torchrec.planner.costs import MeasuredCosts
+from ecorec_torchrec.planner.dist_groups import group_ms
 from ecorec_torchrec.planner.options import TTShardingOption
 from ecorec_torchrec.planner.tt_work import expected_distinct, lookup_flops
 
@@ -179,12 +181,68 @@ def test_steps_of_other_plans_of_the_model_are_predicted(
         planner.predict_step(dense, plan)
 
 
+@pytest.mark.parametrize("prefetch_batches", [0, 2])
+def test_a_step_of_tiered_tables_waits_for_rows_unless_they_are_prefetched(
+    prefetch_batches: int,
+    model: Callable[..., nn.Module],
+    topology: Callable[..., Topology],
+    sharders: list[ModuleSharder[nn.Module]],
+):
+    tiered = EcoRecConstraints(
+        tiers="always", tier_folder="/x", prefetch_batches=prefetch_batches,
+        sharding_types=["table_wise"],
+    )  # fmt: skip
+    planner = EcoRecPlanner(
+        topology(1000), BATCH, constraints={"users": tiered}, calibration=CALIBRATION, debug=False
+    )
+    plan = planner.plan(model(users=ROWS), sharders)
+    (option,) = planner._best_plan
+    for fetch_ms in (0.5, 1000.0):
+        option.shards[0].perf.prefetch_compute = fetch_ms
+        step = planner.predict_step(DenseWork(0, 0))
+        other_ms = step.step_ms - step.parts_ms["fetching rows"]
+        longer = max(fetch_ms, other_ms)
+        expected = longer if prefetch_batches else fetch_ms + other_ms
+        assert step.step_ms == pytest.approx(expected)
+    of_last = planner.predict_step(DenseWork(0, 0), plan)
+    assert of_last.bytes_W == step.bytes_W
+    entry = plan.plan["ebc"]["users"]
+    entry.tiers = replace(entry.tiers, cache_rows=entry.tiers.cache_rows + 1)
+    with pytest.raises(ValueError, match="table 'users': table_wise by .* is no option"):
+        planner.predict_step(DenseWork(0, 0), plan)
+    del plan.plan["ebc"]["users"]
+    with pytest.raises(ValueError, match="table 'users': the plan has no entry"):
+        planner.predict_step(DenseWork(0, 0), plan)
+
+
+def test_dist_groups_cost_what_is_calibrated(
+    model: Callable[..., nn.Module],
+    topology: Callable[..., Topology],
+    sharders: list[ModuleSharder[nn.Module]],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    asked: list[float] = []
+    monkeypatch.setattr(
+        "ecorec_torchrec.planner.planner.choose_dist_groups",
+        lambda options, cost_ms: asked.append(cost_ms) or {},
+    )
+    planner = EcoRecPlanner(
+        topology(1000), BATCH, calibration=CALIBRATION, auto_dist_groups=True, debug=False
+    )
+    planner.plan(model(users=ROWS), sharders)
+    assert asked == [group_ms("cpu", CALIBRATION)] != [group_ms("cpu")]
+
+
 def test_a_step_cannot_be_predicted_without_measured_costs(
     model: Callable[..., nn.Module],
     topology: Callable[..., Topology],
     sharders: list[ModuleSharder[nn.Module]],
 ):
     planner = EcoRecPlanner(topology(1000), BATCH, debug=False)
+    with pytest.raises(ValueError, match=r"plan\(\) comes first"):
+        planner.predict_step(DenseWork(0, 0))
+    with pytest.raises(ValueError, match=r"plan\(\) comes first"):
+        planner.baselines({})
     planner.plan(model(users=1000), sharders)
     with pytest.raises(ValueError, match="needs a calibration with measured costs"):
         planner.predict_step(DenseWork(0, 0))

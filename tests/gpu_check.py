@@ -1,7 +1,8 @@
 """The kernels' device tests and benchmark on a GPU, from a bare checkout: `make gpu-check`.
 
 Needs Python 3.11 or newer, torch, triton, numpy and pytest. Nothing of this project has to be
-installed. Takes under 8 minutes; the benchmark runs only if the tests pass.
+installed. Takes under 8 minutes; the benchmark runs only if the tests pass. Where TorchRec and
+FBGEMM are installed, the pipeline's streams and events are tested too.
 
     python tests/gpu_check.py --csv gpu_lookup.csv
 
@@ -19,12 +20,14 @@ import tomllib
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_file_location
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE_TESTS = ROOT / "tests" / "kernels" / "triton" / "device"
+TIER_TESTS = ROOT / "tests" / "tiers" / "test_cuda.py"
+PIPELINE_TESTS = ROOT / "tests" / "pipeline" / "test_cuda.py"
 
 
 class CheckoutFinder(MetaPathFinder):
@@ -49,7 +52,12 @@ def run_tests(quick: bool) -> int:
     """pytest's exit code."""
     import pytest
 
-    tests = [str(DEVICE_TESTS)]
+    tests = [str(DEVICE_TESTS), str(TIER_TESTS)]
+    missing = [name for name in ("torchrec", "fbgemm_gpu") if find_spec(name) is None]
+    if missing:
+        print(f"not tested, as there is no {' and no '.join(missing)}: {PIPELINE_TESTS}")
+    else:
+        tests.append(str(PIPELINE_TESTS))
     if quick:
         tests = [f"{DEVICE_TESTS}/test_plan.py::test_no_bags",
                  f"{DEVICE_TESTS}/test_lookup.py::test_arithmetic"]  # fmt: skip

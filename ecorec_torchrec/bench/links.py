@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 LOOPBACK = "loopback"
+_POLL_S = 0.05
 _BURST, _LATENCY = "256kb", "100ms"  # of tc's token bucket: how much goes at once, and may queue
 
 
@@ -85,9 +87,33 @@ def start(
     places: Sequence[Place], command: Sequence[str], folder: Path
 ) -> list[subprocess.Popen[bytes]]:
     """Starts `command RANK INTERFACE` at every place; output goes to RANK.out and RANK.err."""
-    processes = []
-    for rank, place in enumerate(places):
-        with open(folder / f"{rank}.out", "wb") as out, open(folder / f"{rank}.err", "wb") as err:
-            arguments = [*place.prefix, *command, str(rank), place.interface]
-            processes.append(subprocess.Popen(arguments, stdout=out, stderr=err))
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, place in enumerate(places):
+            with (
+                open(folder / f"{rank}.out", "wb") as out,
+                open(folder / f"{rank}.err", "wb") as err,
+            ):
+                arguments = [*place.prefix, *command, str(rank), place.interface]
+                processes.append(subprocess.Popen(arguments, stdout=out, stderr=err))
+    except BaseException:
+        stop(processes)
+        raise
     return processes
+
+
+def first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Waits for all, or for one that fails: its rank, whose error is the cause of the others'."""
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed or None not in codes:
+            return failed[0] if failed else None
+        time.sleep(_POLL_S)
+
+
+def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends those that still run."""
+    for process in processes:
+        process.kill()
+        process.wait()

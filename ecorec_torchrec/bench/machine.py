@@ -94,7 +94,15 @@ def still_valid(options: MachineBenchOptions) -> str | None:
     if not measured.machine:
         raise ValueError(f"--out {options.out}: a file of data sheet values, not replaced")
     differ = differences(measured.machine, describe_machine(options.nproc))
+    if measured.device != _device(options):
+        differ.append(f"device: {measured.device} there, {_device(options)} asked for")
     return "; ".join(differ) or None
+
+
+def _device(options: MachineBenchOptions) -> Literal["cpu", "cuda"]:
+    import torch
+
+    return "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def write_hardware(hardware: HostHardware, path: Path) -> None:
@@ -116,13 +124,13 @@ def _hardware(
 ) -> HostHardware:
     import torch
 
-    on_gpu = options.device != "cpu" and torch.cuda.is_available()
+    on_gpu = _device(options) == "cuda"
     copy_gb_per_s = 2 / costs_ns["copy"]["bytes"]  # a copied byte is read and written
     host_copy = costs_ns["host_copy" if on_gpu else "copy"]
     link = costs_ns.get("all_to_all", {}).get("bytes", 0.0)
     return HostHardware(
         ranks_per_host=options.nproc,
-        device="cuda" if on_gpu else "cpu",
+        device=_device(options),
         host_dram_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB, 2),
         host_dram_gb_per_s=_round(2 / host_copy["bytes"]),
         # One rank alone talks to nobody; what it would find is the memory's bandwidth.

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ecorec_torchrec.bench.links import LOOPBACK, link, start
+from ecorec_torchrec.bench.links import LOOPBACK, first_failure, link, start, stop
 from ecorec_torchrec.bench.measure import append_rows, git_sha
 from ecorec_torchrec.bench.pipeline_trace import plot_steps, traces_of
 
@@ -116,14 +116,12 @@ def _measure(options: PipelineBenchOptions, rate: str) -> dict[str, Any]:
         command = [sys.executable, "-m", module, str(folder / "store"), settings]
         processes = start(places, command, folder)
         try:
-            for rank, process in enumerate(processes):
-                if process.wait() != 0:
-                    errors = (folder / f"{rank}.err").read_text().strip()
-                    raise RuntimeError(f"link {rate}, rank {rank}: {errors[-2000:]}")
+            failed = first_failure(processes)
+            if failed is not None:
+                errors = (folder / f"{failed}.err").read_text().strip()
+                raise RuntimeError(f"link {rate}, rank {failed}: {errors[-2000:]}")
         finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+            stop(processes)
         return json.loads((folder / "0.out").read_text().splitlines()[-1])
 
 

@@ -1,8 +1,7 @@
 """Many reads or writes of a file at once, so that the device works on all of them.
 
-Linux' asynchronous I/O takes a whole batch in one system call, without Python's lock: measured
-here 8,192 random pages in 72 ms, against 212 ms from 8 threads. Where the kernel offers none, such
-threads do it.
+Linux' asynchronous I/O takes a whole batch in one system call, without Python's lock, where threads
+would take turns at it for each page. Where the kernel offers none, such threads do it.
 """
 
 from __future__ import annotations

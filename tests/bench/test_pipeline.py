@@ -3,11 +3,14 @@
 import csv
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ecorec_torchrec.bench.links import link
+from ecorec_torchrec.bench.links import Place, first_failure, link, start, stop
 from ecorec_torchrec.bench.pipeline import COLUMNS, VARIANTS, PipelineBenchOptions, run_pipeline
 
 
@@ -64,3 +67,32 @@ def test_links_of_limited_rate_need_iproute2(monkeypatch: pytest.MonkeyPatch) ->
 def test_options_that_do_not_fit(tmp_path: Path, changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         options(tmp_path, **changes)
+
+
+HERE = Place((), "lo")
+
+
+def test_the_rank_that_fails_first_is_told_though_others_wait_for_it(tmp_path: Path) -> None:
+    program = "import sys, time; sys.exit(3) if sys.argv[1] == '1' else time.sleep(60)"
+    processes = start([HERE, HERE], [sys.executable, "-c", program], tmp_path)
+    assert first_failure(processes) == 1
+    stop(processes)
+    assert [process.returncode for process in processes] == [-9, 3]
+
+
+def test_ranks_do_not_outlive_one_that_cannot_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    popen = subprocess.Popen
+
+    def start_one(command: list[str], **files: Any) -> Any:
+        if started:
+            raise FileNotFoundError("ip")
+        started.append(popen(command, **files))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start_one)
+    with pytest.raises(FileNotFoundError, match="ip"):
+        start([HERE, HERE], [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path)
+    assert started[0].poll() == -9

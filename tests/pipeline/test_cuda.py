@@ -1,4 +1,4 @@
-"""Streams and events of the pipeline, on one GPU: run by hand or in a CI that has one."""
+"""Streams and events of the pipeline, on one GPU: a part of `make gpu-check`."""
 
 import random
 from collections.abc import Iterator
@@ -10,9 +10,10 @@ from ecorec_torchrec import EcoRecTrainPipeline
 from ecorec_torchrec.testing import toy
 from ecorec_torchrec.train.launch import process_group
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="streams and events need a GPU"
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and events need a GPU"),
+]
 
 NAMES = ("t_tw", "t_tw2", "t_q")
 OWNERS = dict.fromkeys(NAMES, 0)

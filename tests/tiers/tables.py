@@ -49,25 +49,26 @@ class Trained:
 
     @classmethod
     def make(cls, folder: Path, num_rows: int, cache_rows: int, **wishes: Any) -> "Trained":
-        """`wishes` go to `TierSpec`, except `hot_rows` and `weight_dtype`."""
+        """`wishes` go to `TierSpec`, except `hot_rows`, `weight_dtype` and `device`."""
         hot_rows = wishes.pop("hot_rows", ())
         dtype = wishes.pop("weight_dtype", torch.float32)
         layout = RowLayout((("weight", DIM, dtype), ("momentum1", 1, torch.float32)))
-        weight = torch.full((cache_rows, DIM), torch.nan, dtype=dtype)
-        momentum = torch.full((cache_rows, 1), torch.nan)
+        device = wishes.pop("device", "cpu")
+        weight = torch.full((cache_rows, DIM), torch.nan, dtype=dtype, device=device)
+        momentum = torch.full((cache_rows, 1), torch.nan, device=device)
         init = RowInit(DIM, seed=5)
         spec = TierSpec(cache_rows, str(folder), **wishes)
         slots = {"weight": weight, "momentum1": momentum}
         table = TieredTable("ads", num_rows, layout, spec, init, slots, hot_rows)
-        plain = init.rows(torch.arange(num_rows))
-        return cls(table, weight, momentum, plain, torch.zeros(num_rows, 1))
+        plain = init.rows(torch.arange(num_rows)).to(device)
+        return cls(table, weight, momentum, plain, torch.zeros(num_rows, 1, device=device))
 
     def train(self, batches: list[Tensor]) -> bool:
         """Trains both tables; whether every looked-up row was the same, bit for bit."""
         same = True
         for ids, slots in self._remapped(batches):
             same &= torch.equal(self.weight[slots], self.plain_weight[ids])
-            rows, first = _unique(ids)
+            rows, first = (found.to(self.weight.device) for found in _unique(ids))
             # A gradient that depends on the row: an error of one step shows in all later ones.
             gradients = 0.1 * self.plain_weight[rows] + rows[:, None] % 7 - 3
             row_wise_adagrad_(self.plain_weight, self.plain_momentum, rows, gradients)
@@ -88,8 +89,8 @@ class Trained:
     def equal(self) -> bool:
         """Whether every row of both tables is the same, bit for bit."""
         rows = self.table.read(torch.arange(len(self.plain_weight)))
-        return torch.equal(rows["weight"], self.plain_weight) and torch.equal(
-            rows["momentum1"], self.plain_momentum
+        return torch.equal(rows["weight"], self.plain_weight.cpu()) and torch.equal(
+            rows["momentum1"], self.plain_momentum.cpu()
         )
 
 

@@ -26,6 +26,7 @@ from .tiered import (
     tiered_row_wise,
     tiered_table_wise,
     tiers_of,
+    why_rows_are_not_tiered,
 )
 
 __all__ = [
@@ -49,5 +50,6 @@ __all__ = [
     "tiers_of",
     "tt_data_parallel",
     "tt_table_wise",
+    "why_rows_are_not_tiered",
     "with_dist_group",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -28,6 +29,7 @@ WHY_TIERED_IS_NOT_CUT = (
     "a tiered table is table_wise or row_wise: replicas would each need a file of their own, and a "
     "row cut by columns would lie in several"
 )
+_COLUMNS_MULTIPLE = 4  # FBGEMM's
 _KEYS = tuple(field.name for field in fields(TierSpec))
 
 
@@ -70,6 +72,21 @@ def tiers_of(entry: ParameterSharding) -> TierSpec | None:
 def is_tt(entry: ParameterSharding) -> bool:
     """Whether a plan entry asks for TT cores."""
     return entry.compute_kernel == TT_COMPUTE_KERNEL and tiers_of(entry) is None
+
+
+def why_rows_are_not_tiered(dtype: torch.dtype, embedding_dim: int) -> str | None:
+    """Why rows of this kind cannot be moved exactly; None if they can."""
+    if dtype is not torch.float32:
+        return (
+            f"data_type {str(dtype)[6:]} is not supported: FBGEMM rounds 16-bit weights at random, "
+            "by the place they lie in"
+        )
+    if embedding_dim % _COLUMNS_MULTIPLE:
+        return (
+            f"embedding_dim={embedding_dim} is not a multiple of {_COLUMNS_MULTIPLE}, which "
+            "FBGEMM's tables need"
+        )
+    return None
 
 
 def tiered_table_wise(

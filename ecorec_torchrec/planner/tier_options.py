@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 import torch
 import torchrec.optim as torchrec_optim
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Shard,
@@ -19,7 +18,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder
 
-from ecorec_torchrec.plan import TIERED_COMPUTE_KERNEL
+from ecorec_torchrec.plan import TIERED_COMPUTE_KERNEL, why_rows_are_not_tiered
 from ecorec_torchrec.tiers import TierSpec
 
 from .constraints import EcoRecConstraints
@@ -195,10 +194,10 @@ def why_not_tiered(
     table: str, weight: torch.Tensor, sharder: ModuleSharder[torch.nn.Module]
 ) -> str | None:
     """Why a table cannot be tiered; None if it can."""
-    if not isinstance(sharder, EmbeddingBagCollectionSharder) or not getattr(
-        sharder, "shards_tt_tables", False
-    ):
+    if not getattr(sharder, "shards_tt_tables", False):
         return f"{type(sharder).__name__} shards no tiered tables"
+    if reason := why_rows_are_not_tiered(weight.dtype, weight.shape[1]):
+        return reason
     optimizer = optimizer_of(table, weight, _fused_params(sharder))
     if optimizer is not None and optimizer not in _OPTIMIZERS:
         return f"{optimizer.__name__} is none of the optimizers that train a tiered table exactly"

@@ -7,15 +7,18 @@ from collections.abc import Mapping
 
 from torch import nn
 from torchrec.distributed.types import ParameterSharding
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 
 from ecorec_torchrec.modules import table_configs
-from ecorec_torchrec.plan import TIERED_SHARDING_TYPES, WHY_TIERED_IS_NOT_CUT, tiers_of
+from ecorec_torchrec.plan import (
+    TIERED_SHARDING_TYPES,
+    WHY_TIERED_IS_NOT_CUT,
+    tiers_of,
+    why_rows_are_not_tiered,
+)
 from ecorec_torchrec.plan.tables import core_specs
 from ecorec_torchrec.tiers import TierSpec
 from ecorec_torchrec.tt.init import is_uniform_between
-
-_COLUMNS_MULTIPLE = 4  # FBGEMM's
 
 
 def resolve_tiered_tables(
@@ -49,16 +52,10 @@ def resolve_tiered_tables(
 
 
 def _check_config(config: BaseEmbeddingConfig) -> None:
-    if config.data_type is not DataType.FP32:
-        raise ValueError(
-            f"tiered table {config.name!r}: data_type={config.data_type.name} is not supported: "
-            "FBGEMM rounds 16-bit weights at random, by the place they lie in"
-        )
-    if config.embedding_dim % _COLUMNS_MULTIPLE:
-        raise ValueError(
-            f"tiered table {config.name!r}: embedding_dim={config.embedding_dim} is not a multiple "
-            f"of {_COLUMNS_MULTIPLE}, which FBGEMM's tables need"
-        )
+    dtype = data_type_to_dtype(config.data_type)
+    reason = why_rows_are_not_tiered(dtype, config.embedding_dim)
+    if reason is not None:
+        raise ValueError(f"tiered table {config.name!r}: {reason}")
     low, high = config.get_weight_init_min(), config.get_weight_init_max()
     if not math.isfinite(low) or not math.isfinite(high) or low > high:
         raise ValueError(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from ecorec_torchrec.plan import TieredParameterSharding, load_plan, save_plan
 from ecorec_torchrec.planner import (
@@ -282,6 +285,26 @@ def test_optimizers_that_tiers_cannot_train_exactly(model: Build, topology) -> N
 
 
 @pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ({"data_type": DataType.FP16}, "data_type float16 is not supported"),
+        ({"embedding_dim": 6}, "embedding_dim=6 is not a multiple of 4"),
+    ],
+)
+def test_tables_whose_rows_sharding_would_refuse(
+    topology, sharders, table: dict[str, Any], reason: str
+) -> None:
+    values = {"num_embeddings": ROWS, "embedding_dim": 64, "feature_names": ["f"], "name": "users"}
+    model = nn.Module()
+    model.ebc = EmbeddingBagCollection(
+        [EmbeddingBagConfig(**values | table)], device=torch.device("meta")
+    )
+    always = EcoRecConstraints(tiers="always", tier_folder="/x")
+    with pytest.raises(PlannerError, match=f"'users' .*{reason}"):
+        planner_of(topology(4000), {"users": always}).plan(model, sharders)
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"tiers": "maybe"}, "tiers='maybe' is none of"),
@@ -318,14 +341,17 @@ def test_the_report_tells_what_storage_has_to_do(model: Build, topology, sharder
 # The plan trains
 
 
-def train_planned(rank: int, folder: str) -> tuple[dict[str, str], list[str], float]:
+def train_planned(rank: int, folder: str, case: Case) -> tuple[dict[str, str], list[str], float]:
     """Kernels of the plan, what differs from the same tables held whole, and rows read back."""
-    case = Case()
     fused_params = {"optimizer": case.optimizer, "learning_rate": 0.1}
     sharders = get_ecorec_sharders(fused_params)
     constraints = {
         name: EcoRecConstraints(
-            tiers="always", tier_folder=folder, prefetch_batches=0, pooling_factors=pooling
+            tiers="always",
+            tier_folder=folder,
+            prefetch_batches=0,
+            pooling_factors=pooling,
+            sharding_types=["table_wise"],  # as its twin is
         )
         for name, pooling in (("users", [1.5, 1.5]), ("ads", [1.5]))
     }
@@ -350,9 +376,12 @@ def train_planned(rank: int, folder: str) -> tuple[dict[str, str], list[str], fl
     return kernels, tiered.differences(sharded, twin), sum(c["file_rows"] for c in counts)
 
 
-def test_a_plan_with_tiers_trains_on_two_ranks(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_plan_with_tiers_trains_on_two_ranks(
+    ranks: RankPool, tmp_path: Path, sequence: bool
+) -> None:
     """It goes through a plan file; rows leave the slots and come back, and no bit differs."""
-    results = ranks.run(train_planned, str(tmp_path), world_size=2)
+    results = ranks.run(train_planned, str(tmp_path), Case(sequence=sequence), world_size=2)
     for kernels, differences, _ in results:
         assert kernels == {"users": "tiered", "ads": "tiered"}
         assert differences == []

@@ -74,7 +74,7 @@ SETTINGS = [
     ({"optimizer": SGD, "max_norm": 1.0}, {}, "max_norm=1.0 is not supported"),
     ({"optimizer": SGD, "bounds_check_mode": BoundsCheckMode.IGNORE}, {}, "always checked"),
     ({"optimizer": SGD, "output_dtype": SparseType.FP16}, {}, "output_dtype=.*FP16"),
-    ({"optimizer": SGD}, {"data_type": DataType.FP16}, "data_type=FP16 is not supported"),
+    ({"optimizer": SGD}, {"data_type": DataType.FP16}, "data_type float16 is not supported"),
     ({"optimizer": SGD}, {"embedding_dim": 10}, "embedding_dim=10 is not a multiple of 4"),
     ({"optimizer": SGD}, {"init_fn": torch.nn.init.zeros_}, "init_fn is not supported"),
     (

@@ -186,6 +186,7 @@ class TieredKernel(WeightlessKernel, FusedOptimizerModule):
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Starts to bring in the rows of a batch that `forward` will be given, and returns."""
+        self._let_abandoned_go()
         if features.values().numel():
             self._prefetched.append(self._ask_for(features))
 
@@ -217,7 +218,6 @@ class TieredKernel(WeightlessKernel, FusedOptimizerModule):
         return self._ask_for(features)
 
     def _ask_for(self, features: KeyedJaggedTensor) -> Lease:
-        self._let_abandoned_go()
         tickets = [
             (self.tables[table], self.tables[table].prefetch(ids_L))
             for table, ids_L in zip(self._specs, self._ids_by_table(features), strict=True)
@@ -354,7 +354,7 @@ def _hot_rows(table: str, num_embeddings: int, spec: TierSpec) -> NDArray[np.int
             with more rows.
         OSError: the file cannot be read.
     """
-    known = {} if spec.hot_ids_file is None else load_hot_ids(spec.hot_ids_file)
+    known = {} if spec.hot_ids_file is None else load_hot_ids(spec.hot_ids_file, table)
     hot_rows = known.get(table, np.zeros(0, np.int64))
     if len(hot_rows) and not 0 <= hot_rows.min() <= hot_rows.max() < num_embeddings:
         raise ValueError(

@@ -21,11 +21,13 @@ def save_hot_ids(
         OSError: the file cannot be written.
     """
     arrays: dict[str, NDArray[np.int64]] = {_PREFIX + n: ids for n, ids in ids_by_table.items()}
-    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]  # numpy takes `**` for its flag
 
 
-def load_hot_ids(path: str | os.PathLike[str]) -> dict[str, NDArray[np.int64]]:
-    """Reads what `save_hot_ids` wrote.
+def load_hot_ids(
+    path: str | os.PathLike[str], table: str | None = None
+) -> dict[str, NDArray[np.int64]]:
+    """Reads what `save_hot_ids` wrote: of one table, as far as it is there, or of all of them.
 
     Raises:
         ValueError: it is not such a file, or is damaged.
@@ -36,6 +38,7 @@ def load_hot_ids(path: str | os.PathLike[str]) -> dict[str, NDArray[np.int64]]:
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise ValueError("it holds one array without a name")
         with archive:
-            return {key.removeprefix(_PREFIX): archive[key] for key in archive.files}
+            names = [key.removeprefix(_PREFIX) for key in archive.files]
+            return {n: archive[_PREFIX + n] for n in names if table in (None, n)}
     except (zipfile.BadZipFile, EOFError, ValueError) as error:
         raise ValueError(f"{path}: not an archive of hot ids: {error}") from error

@@ -93,8 +93,7 @@ def test_the_hottest_rows_of_a_profile_stay_in_their_slots(
     ranks: RankPool, tmp_path: Path, row_wise: bool
 ) -> None:
     tiered.write_hot_ids(str(tmp_path / "profile.npz"))
-    hot = {"hot_ids_file": str(tmp_path / "profile.npz"), "pinned_rows": 20}
-    case = Case(row_wise=row_wise, **hot)  # type: ignore[arg-type]
+    case = Case(row_wise=row_wise, hot_ids_file=str(tmp_path / "profile.npz"), pinned_rows=20)
     results = ranks.run(compare, case, str(tmp_path), 100)
     check(results)
     # All of them are in the first half of each table, and so on the first rank if it is cut.

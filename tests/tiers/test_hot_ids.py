@@ -18,6 +18,12 @@ def test_ids_come_back_in_their_order(tmp_path: Path) -> None:
     }
 
 
+def test_one_table_is_read_alone(tmp_path: Path) -> None:
+    save_hot_ids({"users": np.array([1]), "ads": np.array([2])}, tmp_path / "profile.npz")
+    assert load_hot_ids(tmp_path / "profile.npz", "ads") == {"ads": [2]}
+    assert load_hot_ids(tmp_path / "profile.npz", "genres") == {}
+
+
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 and no more"])
 def test_another_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "profile.npz").write_bytes(content)

@@ -171,12 +171,18 @@ def fill_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fstatvfs", lambda fd: full)
 
 
+def trained_and_saved(folder: Path) -> Trained:
+    """Of 1,000 rows, 100 were changed; half of them are in slots, and all in a checkpoint."""
+    trained = Trained.make(folder, 1000, 50)
+    trained.train([ALL[:50], ALL[50:100]])
+    trained.table.save(folder / "checkpoint")
+    return trained
+
+
 def test_a_full_device_takes_rows_that_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained = Trained.make(tmp_path, 1000, 50)
-    trained.train([ALL[:50], ALL[50:100]])
-    trained.table.save(tmp_path / "checkpoint")
+    trained = trained_and_saved(tmp_path)
     fill_device(monkeypatch)
     trained.train([ALL[:50], ALL[50:100]])
     trained.table.save(tmp_path / "checkpoint")
@@ -189,9 +195,7 @@ def test_a_full_device_takes_rows_that_it_has(
 def test_a_load_that_fails_ends_the_table_and_not_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained = Trained.make(tmp_path, 1000, 50)
-    trained.train([ALL[:50], ALL[50:100]])
-    trained.table.save(tmp_path / "checkpoint")
+    trained = trained_and_saved(tmp_path)
     with monkeypatch.context() as patch:
         fill_device(patch)
         with pytest.raises(OSError, match="no space for 100 more rows"):
